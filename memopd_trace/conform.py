@@ -1,0 +1,200 @@
+"""Bring a record batch from any Arrow writer to the declared schema, or say exactly what does not fit.
+
+Tools differ in harmless ways: `large_list` or `list_view` for `list`, `large_string`, `string_view` or a
+dictionary for `string`, another item name, an item flagged nullable that holds no null, structs in another
+order, a map as a list of key-value structs, columns in another order. All of these read alike. A difference
+that could change a value (float16 logprobs, int64 ids, a null where none may stand) is a `Misfit`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from memopd_trace.schema import TABLES, Column, Table, type_name
+
+
+class MisfitError(ValueError):
+    """A column that cannot be read as its declared type; `expected` and `actual` are type names."""
+
+    def __init__(self, expected: str, actual: str, detail: str = "") -> None:
+        super().__init__(f"expected {expected}, got {actual}" + (f": {detail}" if detail else ""))
+        self.expected, self.actual, self.detail = expected, actual, detail
+
+
+@dataclass(frozen=True, slots=True)
+class Misfit:
+    """Why one column does not fit: `missing`, `type` (with both types), or `null` (with the first row)."""
+
+    column: str
+    kind: str
+    expected: str
+    actual: str
+    row: int | None = None
+
+
+def conform_batch(batch: pa.RecordBatch, table: Table = "trace") -> tuple[pa.RecordBatch, list[Misfit]]:
+    """The batch with every declared column in declared order and type, and what did not fit.
+
+    Absent optional columns come as all-null; a column that does not fit comes as all-null too and is named in
+    the list, so that rules can still look at the others. Undeclared columns are left out.
+    """
+    arrays, misfits = [], []
+    names = batch.schema.names
+    for column in TABLES[table]:
+        if names.count(column.name) != 1:
+            if column.required or names.count(column.name) > 1:
+                actual = "nothing" if column.name not in names else "the name twice"
+                misfits.append(Misfit(column.name, "missing", type_name(column.type), actual))
+            arrays.append(pa.nulls(batch.num_rows, column.type))
+            continue
+        array, misfit = _conform_column(batch.column(names.index(column.name)), column)
+        arrays.append(array)
+        if misfit is not None:
+            misfits.append(misfit)
+    fields = [pa.field(c.name, a.type) for c, a in zip(TABLES[table], arrays, strict=True)]
+    return pa.RecordBatch.from_arrays(arrays, schema=pa.schema(fields)), misfits
+
+
+def _conform_column(array: pa.Array, column: Column) -> tuple[pa.Array, Misfit | None]:
+    try:
+        out = conform(array, column.type)
+    except MisfitError as error:
+        actual = error.actual + (f" ({error.detail})" if error.detail else "")
+        return pa.nulls(len(array), column.type), Misfit(column.name, "type", error.expected, actual)
+    if column.required and out.null_count:
+        row = int(np.flatnonzero(np.asarray(out.is_null()))[0])
+        return out, Misfit(column.name, "null", type_name(column.type), "null", row)
+    return out, None
+
+
+def conform(array: pa.Array, target: pa.DataType) -> pa.Array:
+    """`array` as `target`, values unchanged.
+
+    Raises:
+        MisfitError: when the types differ in a way that is not mere encoding, or a null stands where none may.
+    """
+    if array.type.equals(target) and not _may_hide_nulls(target):
+        return array
+    if pa.types.is_null(array.type):
+        return pa.nulls(len(array), target)
+    if isinstance(array, pa.ExtensionArray):
+        array = array.storage
+    if pa.types.is_dictionary(target):
+        return _string(array, target).dictionary_encode()
+    if pa.types.is_string(target):
+        return _string(array, target)
+    if pa.types.is_map(target):
+        return _map(array, target)
+    if pa.types.is_fixed_size_list(target):
+        return array
+    if pa.types.is_list(target):
+        return _list(array, target)
+    if pa.types.is_struct(target):
+        return _struct(array, target)
+    if pa.types.is_timestamp(target) and pa.types.is_timestamp(array.type) and array.type.tz is not None:
+        return pc.cast(array, target, safe=False)
+    if pa.types.is_fixed_size_binary(target):
+        return _fixed_binary(array, target)
+    if array.type.equals(target):
+        return array
+    raise MisfitError(type_name(target), type_name(array.type))
+
+
+def iter_list_values(array: pa.ListArray) -> tuple[np.ndarray, pa.Array]:
+    """(offsets int64[len+1] that begin at 0, child values of exactly these rows); honours slices, null rows are empty."""
+    flat = array.flatten()
+    lengths = np.asarray(pc.fill_null(pc.list_value_length(array), 0), dtype=np.int64)
+    return np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths)]), flat
+
+
+def _may_hide_nulls(target: pa.DataType) -> bool:
+    """Whether an array of just this type may still hold nulls that its flags deny (a writer's lie)."""
+    return bool(pa.types.is_list(target) and not target.value_field.nullable)
+
+
+def _string(array: pa.Array, target: pa.DataType) -> pa.Array:
+    kind = array.type
+    if pa.types.is_dictionary(kind):
+        indices = array.indices
+        if len(indices) - indices.null_count:
+            low, high = pc.min_max(indices).values()
+            if low.as_py() < 0 or high.as_py() >= len(array.dictionary):
+                raise MisfitError(type_name(target), type_name(kind), "a dictionary index is out of range")
+        return _string(array.dictionary, target).take(indices)
+    if not (pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_string_view(kind)):
+        raise MisfitError(type_name(target), type_name(kind))
+    return pc.cast(array, pa.string())
+
+
+def _list(array: pa.Array, target: pa.DataType) -> pa.Array:
+    kind = array.type
+    if not (
+        pa.types.is_list(kind)
+        or pa.types.is_large_list(kind)
+        or pa.types.is_fixed_size_list(kind)
+        or pa.types.is_list_view(kind)
+        or pa.types.is_large_list_view(kind)
+    ):
+        raise MisfitError(type_name(target), type_name(kind))
+    offsets, flat = iter_list_values(array)
+    if offsets[-1] > np.iinfo(np.int32).max:
+        raise MisfitError(type_name(target), type_name(kind), f"{offsets[-1]} items in one batch, limit 2^31-1")
+    try:
+        items = conform(flat, target.value_type)
+    except MisfitError:
+        raise MisfitError(type_name(target), type_name(kind)) from None
+    if not target.value_field.nullable and items.null_count:
+        first = int(np.flatnonzero(np.asarray(items.is_null()))[0])
+        row = int(np.searchsorted(offsets, first, side="right")) - 1
+        raise MisfitError(type_name(target), type_name(kind), f"a null item in row {row}")
+    starts = pa.array(offsets.astype(np.int32))
+    mask = array.is_null() if array.null_count else None
+    return pa.ListArray.from_arrays(starts, items, type=target, mask=mask)
+
+
+def _struct(array: pa.Array, target: pa.DataType) -> pa.Array:
+    if not pa.types.is_struct(array.type):
+        raise MisfitError(type_name(target), type_name(array.type))
+    have = {array.type.field(i).name for i in range(array.type.num_fields)}
+    children = []
+    for field in target:
+        if field.name not in have and not field.nullable:
+            raise MisfitError(type_name(target), type_name(array.type), f"no field '{field.name}'")
+        # StructArray.field ignores the parent's validity, flatten applies it; both honour slices
+        child = array.field(field.name) if field.name in have else pa.nulls(len(array), field.type)
+        child = conform(child, field.type)
+        if not field.nullable and pc.any(pc.and_(child.is_null(), array.is_valid())).as_py():
+            raise MisfitError(type_name(target), type_name(array.type), f"null in '{field.name}'")
+        children.append(child)
+    mask = array.is_null() if array.null_count else None
+    return pa.StructArray.from_arrays(children, fields=list(target), mask=mask)
+
+
+def _map(array: pa.Array, target: pa.DataType) -> pa.Array:
+    kind = array.type
+    if pa.types.is_map(kind):
+        array = array.cast(pa.list_(pa.struct([pa.field("key", kind.key_type), pa.field("value", kind.item_type)])))
+    entry = pa.struct(
+        [pa.field("key", target.key_type, nullable=False), pa.field("value", target.item_type)]
+    )
+    pairs = _list(array, pa.list_(pa.field("item", entry, nullable=False)))
+    keys, values = pairs.values.field("key"), pairs.values.field("value")
+    offsets = pairs.offsets
+    if pairs.null_count:  # MapArray takes its nulls from the offsets
+        valid = np.append(np.asarray(pairs.is_valid()), True)
+        offsets = pa.array(np.asarray(offsets), mask=~valid)
+    return pa.MapArray.from_arrays(offsets, keys, values)
+
+
+def _fixed_binary(array: pa.Array, target: pa.DataType) -> pa.Array:
+    if not (pa.types.is_binary(array.type) or pa.types.is_large_binary(array.type) or array.type.equals(target)):
+        raise MisfitError(type_name(target), type_name(array.type))
+    width = target.byte_width
+    lengths = pc.unique(pc.binary_length(array.drop_null()))
+    if any(length != width for length in lengths.to_pylist()):
+        raise MisfitError(type_name(target), type_name(array.type), f"a value is not {width} bytes long")
+    return pc.cast(array, target)

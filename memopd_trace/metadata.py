@@ -1,0 +1,162 @@
+"""The file metadata: pydantic models of the JSON under the schema key `memopd_trace`.
+
+Unknown keys are ignored, so that a newer minor version can be read; known keys are checked. Every model is
+frozen: metadata describes bytes that never change.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated, Any
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
+
+from memopd_trace.errors import InputError
+from memopd_trace.schema import FEATURES, SPEC_VERSION
+
+KEY = b"memopd_trace"
+SCORES_KEY = b"memopd_trace_scores"
+MAX_METADATA_BYTES = 16 * 2**20
+
+
+def _version(text: str) -> str:
+    if not re.fullmatch(r"(0|[1-9]\d{0,5})\.(0|[1-9]\d{0,5})", text):
+        raise ValueError(f"'{text}' is not MAJOR.MINOR")
+    return text
+
+
+class _Model(BaseModel):
+    model_config = ConfigDict(extra="ignore", frozen=True)
+
+
+class Producer(_Model):
+    """The program that wrote the file."""
+
+    name: str
+    version: str | None = None
+
+
+class Tokenizer(_Model):
+    """What the ids mean. `size` counts real ids; `vocab_size` is the model's padded width."""
+
+    fingerprint: str
+    size: int = Field(gt=0)
+    vocab_size: int = Field(gt=0)
+    bos_id: int | None = None
+    eos_ids: list[int] = []
+    pad_id: int | None = None
+    stop_ids: list[int] = []
+    chat_template_digest: str | None = None
+
+
+class Policy(_Model):
+    """One version of a model's weights."""
+
+    weights_digest: str | None = None
+    adapter: str | None = None
+
+
+class Model(_Model):
+    """A model that rows name by `model_id`. The last three are needed by `routed_experts`."""
+
+    name: str
+    revision: str | None = None
+    weights_digest: str | None = None
+    config_digest: str | None = None
+    dtype: str | None = None
+    tokenizer: Tokenizer
+    policies: dict[str, Policy] = {}
+    num_moe_layers: int | None = None
+    experts_per_token: int | None = None
+    num_experts: int | None = None
+
+
+class Gap(_Model):
+    """Something the source could not tell."""
+
+    code: str
+    detail: str | None = None
+
+
+class Source(_Model):
+    """The log a converted trace was made from."""
+
+    format: str
+    version: str | None = None
+    converter: str | None = None
+    gaps: list[Gap] = []
+
+
+class TraceMetadata(_Model):
+    """Metadata of a trace file."""
+
+    spec_version: Annotated[str, AfterValidator(_version)] = SPEC_VERSION
+    producer: Producer
+    required_features: list[str] = []
+    models: dict[str, Model]
+    source: Source | None = None
+
+    def to_schema_metadata(self) -> dict[bytes, bytes]:
+        """The Arrow schema metadata that carries this object."""
+        return {KEY: self.model_dump_json(exclude_none=False).encode()}
+
+
+def parse_metadata(schema_metadata: dict[bytes, bytes] | None, *, where: str) -> TraceMetadata:
+    """Read and check the metadata of a trace.
+
+    Raises:
+        InputError: `E-META-MISSING`, `E-META-INVALID`, `E-VERSION-MAJOR` or `E-FEATURE-UNKNOWN`, naming `where`.
+    """
+    raw = (schema_metadata or {}).get(KEY)
+    if raw is None:
+        raise InputError(
+            f"{where}: no '{KEY.decode()}' key in the schema metadata",
+            code="E-META-MISSING",
+            hint="another tool may have dropped it on rewriting; write the file again with its metadata",
+        )
+    if len(raw) > MAX_METADATA_BYTES:
+        raise InputError(f"{where}: metadata of {len(raw)} bytes, limit {MAX_METADATA_BYTES}", code="E-META-INVALID")
+    try:
+        metadata = TraceMetadata.model_validate_json(raw)
+    except (ValidationError, RecursionError) as error:
+        raise InputError(f"{where}: metadata: {first_error(error)}", code="E-META-INVALID") from None
+    check_version(metadata.spec_version, where=where)
+    for feature in metadata.required_features:
+        if feature not in FEATURES:
+            raise InputError(
+                f"{where}: requires the feature '{feature}', this reader knows {', '.join(FEATURES)}",
+                code="E-FEATURE-UNKNOWN",
+                hint="read it with a newer memopd-trace",
+            )
+    return metadata
+
+
+def check_version(spec_version: str, *, where: str) -> None:
+    """Refuse a newer major version; a newer minor one is read (and warned of by a rule).
+
+    Raises:
+        InputError: `E-VERSION-MAJOR`, naming both versions.
+    """
+    if spec_version_of(spec_version)[0] != spec_version_of(SPEC_VERSION)[0]:
+        raise InputError(
+            f"{where}: spec version {spec_version}, this reader knows {SPEC_VERSION}",
+            code="E-VERSION-MAJOR",
+            hint="read it with a release of memopd-trace that knows that major version",
+        )
+
+
+def spec_version_of(text: str) -> tuple[int, int]:
+    """`"1.2"` as `(1, 2)`."""
+    major, minor = text.split(".")
+    return int(major), int(minor)
+
+
+def first_error(error: Exception) -> str:
+    """The first fault of a pydantic error as one line: where, what, and the value."""
+    if not isinstance(error, ValidationError):
+        return str(error) or type(error).__name__
+    fault: Any = error.errors(include_url=False)[0]
+    place = ".".join(str(part) for part in fault["loc"]) or "document"
+    more = f" (and {error.error_count() - 1} more)" if error.error_count() > 1 else ""
+    value = "" if fault["type"] in ("missing", "json_invalid") else f", got {str(fault.get('input'))[:60]!r}"
+    return f"{place}: {fault['msg'].lower()}{value}{more}"
