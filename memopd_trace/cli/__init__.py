@@ -1,0 +1,89 @@
+"""The `memopd-trace` command.
+
+Each group of commands lives in its own module of this package; what needs torch is imported inside the command
+that needs it. stdout holds only a command's result; notices and progress go to stderr.
+
+Exit codes: 0 done and clean, 1 findings or a failed check, 2 usage, 3 no input, unreadable or refused input,
+4 internal error.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import traceback
+
+import typer
+
+from memopd_trace import __version__
+from memopd_trace.cli import check
+from memopd_trace.cli.console import settings, stderr
+from memopd_trace.errors import TraceError
+
+# click itself, or the copy that newer typer carries: the same class by name either way
+_CLICK_ERROR = next(c for c in typer.BadParameter.__mro__ if c.__name__ == "ClickException")
+
+app = typer.Typer(
+    name="memopd-trace",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="rich",
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+def _print_version(value: bool) -> None:
+    if value:
+        print(f"memopd-trace {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    quiet: bool = typer.Option(False, "--quiet", "-q", help="No notices and no progress on stderr."),
+    debug: bool = typer.Option(False, "--debug", help="Show the traceback of an error."),
+    version: bool = typer.Option(
+        False, "--version", callback=_print_version, is_eager=True, help="Print the version and exit."
+    ),
+) -> None:
+    """Record, check, score and train on the model calls of agents that rewrite their context."""
+    settings.quiet, settings.debug = quiet, debug
+
+
+check.register(app)
+
+
+def main() -> None:
+    """Run the command line; every error becomes one line on stderr and an exit code."""
+    sys.exit(run(sys.argv[1:]))
+
+
+def run(arguments: list[str]) -> int:
+    """Run one command and return its exit code; nothing is raised."""
+    try:
+        result = app(arguments or ["--help"], standalone_mode=False)
+        sys.stdout.flush()
+        return result if isinstance(result, int) else 0
+    except TraceError as error:
+        return _fail(str(error), error.exit_code)
+    except _CLICK_ERROR as error:
+        return _fail(error.format_message(), 2)  # type: ignore[attr-defined]
+    except (KeyboardInterrupt, typer.Abort):
+        return _fail("interrupted; run the same command again to go on", 130)
+    except BrokenPipeError:
+        sys.stdout = open(os.devnull, "w")  # noqa: PTH123, SIM115 - nobody reads stdout any more
+        return 0
+    except OSError as error:
+        return _fail(f"{error.filename or 'file'}: {error.strerror or error}", 3)
+    except MemoryError:
+        return _fail("out of memory", 4)
+    except Exception as error:
+        return _fail(f"internal error: {type(error).__name__}: {error} (please report it; --debug shows where)", 4)
+
+
+def _fail(message: str, code: int) -> int:
+    if settings.debug:
+        traceback.print_exc()
+    stderr(quiet=False).print("error:", style="bold red", end=" ")
+    print(message.replace("\n", " "), file=sys.stderr)
+    return code
