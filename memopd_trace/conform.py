@@ -105,7 +105,7 @@ def conform(array: pa.Array, target: pa.DataType) -> pa.Array:
 
 
 def iter_list_values(array: pa.ListArray) -> tuple[np.ndarray, pa.Array]:
-    """(offsets int64[len+1] that begin at 0, child values of exactly these rows); honours slices, null rows are empty."""
+    """(offsets int64[len+1] from 0, child values of exactly these rows); honours slices, null rows are empty."""
     flat = array.flatten()
     lengths = np.asarray(pc.fill_null(pc.list_value_length(array), 0), dtype=np.int64)
     return np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths)]), flat
@@ -178,9 +178,7 @@ def _map(array: pa.Array, target: pa.DataType) -> pa.Array:
     kind = array.type
     if pa.types.is_map(kind):
         array = array.cast(pa.list_(pa.struct([pa.field("key", kind.key_type), pa.field("value", kind.item_type)])))
-    entry = pa.struct(
-        [pa.field("key", target.key_type, nullable=False), pa.field("value", target.item_type)]
-    )
+    entry = pa.struct([pa.field("key", target.key_type, nullable=False), pa.field("value", target.item_type)])
     pairs = _list(array, pa.list_(pa.field("item", entry, nullable=False)))
     keys, values = pairs.values.field("key"), pairs.values.field("value")
     offsets = pairs.offsets

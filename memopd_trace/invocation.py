@@ -238,9 +238,9 @@ def _as_array(value: ArrayLike, column: Column) -> NDArray[Any]:
         array: NDArray[Any] = np.ma.masked_array(value, dtype=dtype)
     else:
         array = np.asarray(value)
-        if array.size and array.dtype != dtype:
-            if array.dtype.kind not in "biu" or not np.array_equal(array.astype(dtype), array):
-                raise ValueError(f"{column.name}: values do not fit {np.dtype(dtype)} (got {array.dtype})")
+        fits = array.dtype.kind in "biu" and np.array_equal(array.astype(dtype), array)
+        if array.size and array.dtype != dtype and not fits:
+            raise ValueError(f"{column.name}: values do not fit {np.dtype(dtype)} (got {array.dtype})")
         array = array.astype(dtype, copy=False)
     if array.ndim != 1:
         raise ValueError(f"{column.name}: expected one dimension, got shape {array.shape}")

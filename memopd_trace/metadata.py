@@ -160,3 +160,54 @@ def first_error(error: Exception) -> str:
     more = f" (and {error.error_count() - 1} more)" if error.error_count() > 1 else ""
     value = "" if fault["type"] in ("missing", "json_invalid") else f", got {str(fault.get('input'))[:60]!r}"
     return f"{place}: {fault['msg'].lower()}{value}{more}"
+
+
+class HeadInfo(_Model):
+    """The output head that turns a stored state into logits: softcap(logit_scale * (W h + b)), cut to `size`."""
+
+    bias: bool
+    logit_scale: float
+    softcap: float | None
+    vocab_size: int
+    size: int
+    width: int
+    digest: str
+
+
+class TeacherInfo(_Model):
+    """Who scored, in which precision."""
+
+    name: str
+    dtype: str
+    weights_digest: str
+    config_digest: str
+    tokenizer_fingerprint: str
+    head: HeadInfo
+
+
+class ScoresMetadata(_Model):
+    """Metadata of a scores folder: everything that two runs must agree on to continue each other.
+
+    `plan_digest` covers the trace's states, the layout and the pack budget. `hidden_dtype` is `None` where no
+    states are stored. `temperature` is the teacher's; `topk_source` says whose k ids `topk_ids` are.
+    """
+
+    spec_version: Annotated[str, AfterValidator(_version)] = SPEC_VERSION
+    producer: Producer
+    teacher_id: str
+    teacher: TeacherInfo
+    view: str
+    signals: list[str]
+    topk: int | None
+    topk_source: str | None
+    temperature: float = 1.0
+    hidden_dtype: str | None
+    layout: str
+    attention: str
+    max_tokens: int
+    shard_bytes: int
+    plan_digest: str
+
+    def to_schema_metadata(self) -> dict[bytes, bytes]:
+        """The Arrow schema metadata that carries this object."""
+        return {SCORES_KEY: self.model_dump_json().encode()}

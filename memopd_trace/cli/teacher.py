@@ -1,0 +1,201 @@
+"""Commands that run a model over a trace: `plan` (what it will cost), `score`, `audit`."""
+
+from __future__ import annotations
+
+import json
+from enum import StrEnum
+from pathlib import Path
+from typing import Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from memopd_trace.cli.console import notice, progress
+from memopd_trace.errors import MissingExtraError
+from memopd_trace.storage import TraceReader
+
+
+class LayoutName(StrEnum):
+    """How invocations are packed."""
+
+    tree = "tree"
+    packed = "packed"
+    single = "single"
+
+
+class AttentionName(StrEnum):
+    """An attention backend."""
+
+    auto = "auto"
+    sdpa = "sdpa"
+    eager = "eager"
+
+
+class OutputFormat(StrEnum):
+    """How a result is printed."""
+
+    text = "text"
+    json = "json"
+
+
+def plan(
+    trace: Path = typer.Argument(..., help="A trace file or folder."),
+    max_tokens: int = typer.Option(8192, min=1, help="Packed tokens in one forward."),
+    layout: LayoutName = typer.Option(LayoutName.tree),
+    teacher: Path | None = typer.Option(None, help="Model folder; its config.json gives FLOPs and bytes."),
+    format: OutputFormat = typer.Option(OutputFormat.text, "--format"),
+) -> None:
+    """Say what scoring a trace will cost. Needs no torch.
+
+    Example: memopd-trace plan runs/today.parquet --teacher models/teacher
+    """
+    from memopd_scorer.cost import estimate
+    from memopd_scorer.plan import PlanSummary
+    from memopd_scorer.plan import plan as plan_packs
+
+    summary = PlanSummary(layout.value, max_tokens)
+    for pack in plan_packs(TraceReader(trace).iter_episodes(), layout=layout.value, max_tokens=max_tokens):
+        summary.add(pack)
+    rows: dict[str, Any] = {
+        "layout": summary.layout,
+        "packs": summary.packs,
+        "invocations": summary.invocations,
+        "logical_tokens": summary.logical_tokens,
+        "executed_tokens": summary.executed_tokens,
+        "sharing": round(summary.sharing, 4),
+        "targets": summary.targets,
+        "prediction_rows": summary.prediction_rows,
+        "visible_pairs": summary.pairs,
+        "longest_pack": summary.longest_pack,
+        "plan_digest": summary.digest,
+    }
+    if teacher is not None:
+        rows.update(estimate(summary, teacher))
+    _print(rows, format)
+
+
+def score(
+    trace: Path = typer.Argument(..., help="A trace file or folder."),
+    teacher: str = typer.Option(..., help="Model folder, .gguf file or hub name."),
+    output: Path = typer.Option(..., "--output", "-o", help="Scores folder; an existing one is continued."),
+    signal: str = typer.Option("sampled,hidden", help="Comma-separated: sampled, topk, hidden, full."),
+    topk: int = typer.Option(64, min=1, help="k of the signal topk (the teacher's choice)."),
+    layout: LayoutName = typer.Option(LayoutName.tree),
+    attention: AttentionName = typer.Option(AttentionName.auto),
+    dtype: str = typer.Option("float32", help="float32, bfloat16, float16 or float64."),
+    device: str = typer.Option("cpu", help="A torch device, e.g. cuda:0."),
+    max_tokens: int = typer.Option(8192, min=1, help="Packed tokens in one forward."),
+    repair: bool = typer.Option(False, help="Score damaged shards again instead of refusing."),
+    format: OutputFormat = typer.Option(OutputFormat.text, "--format"),
+) -> None:
+    """Score every sampled token of a trace with a teacher; running it again continues a killed run.
+
+    Example: memopd-trace score runs/today.parquet --teacher models/teacher -o scores/today
+    """
+    module = _scorer("score")
+    with progress("scoring") as bar:
+        result = module.score(
+            trace,
+            teacher,
+            output,
+            signals=tuple(s.strip() for s in signal.split(",") if s.strip()),
+            topk=topk,
+            layout=layout.value,
+            attention=attention.value,
+            dtype=dtype,
+            device=device,
+            max_tokens=max_tokens,
+            repair=repair,
+            on_pack=lambda done, total: bar.update(bar.task_ids[0], completed=done, total=total),
+        )
+    if result.plan.layout != layout.value:
+        notice(f"layout single instead of {layout.value}: {result.capability}")
+    _print(
+        {
+            "scores": str(result.folder),
+            "layout": result.plan.layout,
+            "probe": result.capability,
+            "invocations": result.plan.invocations,
+            "targets": result.plan.targets,
+            "logical_tokens": result.plan.logical_tokens,
+            "executed_tokens": result.plan.executed_tokens,
+            "sharing": round(result.plan.sharing, 4),
+            "shards": result.shards,
+            "shards_scored_now": result.shards_scored,
+            "padded_vocabulary_mass": result.padded_mass,
+        },
+        format,
+    )
+
+
+def audit(
+    trace: Path = typer.Argument(..., help="A trace file or folder."),
+    model: str = typer.Option(..., help="The model that sampled the trace: folder, .gguf file or hub name."),
+    against: str | None = typer.Option(None, help="Also score under this view: persistent-history."),
+    max_abs: float | None = typer.Option(None, help="Fail (exit 1) when any |difference| is larger, in nats."),
+    dtype: str = typer.Option("float32", help="float32, bfloat16, float16 or float64."),
+    device: str = typer.Option("cpu", help="A torch device, e.g. cuda:0."),
+    max_tokens: int = typer.Option(8192, min=1, help="Packed tokens in one forward."),
+    format: OutputFormat = typer.Option(OutputFormat.text, "--format"),
+) -> None:
+    """Check that the recorded state is the true one, by recomputing the behaviour log-probabilities.
+
+    Example: memopd-trace audit runs/today.parquet --model models/student --against persistent-history --max-abs 1e-3
+    """
+    module = _scorer("audit")
+    report = module.audit(trace, model, against=against, dtype=dtype, device=device, max_tokens=max_tokens)
+    if format is OutputFormat.json:
+        print(json.dumps(report.to_json(), indent=1))
+    else:
+        _print_audit(report)
+    worst = report.recorded.max_abs
+    if report.lag != 0:
+        notice(f"the recorded log-probabilities fit best when shifted by {report.lag}: an off-by-one in the log")
+    if max_abs is not None and not worst <= max_abs:
+        raise typer.Exit(1)
+
+
+def register(app: typer.Typer) -> None:
+    """Add this module's commands."""
+    app.command()(plan)
+    app.command()(score)
+    app.command()(audit)
+
+
+def _scorer(name: str) -> Any:
+    try:
+        import memopd_scorer
+
+        return __import__(f"{memopd_scorer.__name__}.{name}", fromlist=[name])
+    except ModuleNotFoundError as error:
+        raise MissingExtraError(
+            f"this command needs '{error.name}'", hint="pip install 'memopd-trace[score]'"
+        ) from None
+
+
+def _print(rows: dict[str, Any], format: OutputFormat) -> None:
+    if format is OutputFormat.json:
+        print(json.dumps(rows, indent=1))
+        return
+    width = max(len(name) for name in rows)
+    for name, value in rows.items():
+        shown = f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else value
+        print(f"{name.replace('_', ' '):<{width}}  {shown}")
+
+
+def _print_audit(report: Any) -> None:
+    table = Table("state", "tokens", "max |Δ|", "p99 |Δ|", "mean |Δ|", "false clips", box=None)
+    rows = [("recorded", report.recorded)]
+    rows += [(f"  segment {k}", c) for k, c in report.by_segment_kind.items()]
+    rows += [(f"  policy version {k}", c) for k, c in report.by_policy_version.items()]
+    if report.against is not None:
+        rows.append(("persistent history", report.against))
+    for name, c in rows:
+        numbers = (f"{c.max_abs:.2e}", f"{c.p99_abs:.2e}", f"{c.mean_abs:.2e}", f"{c.false_clip_rate:.2%}")
+        table.add_row(name, f"{c.tokens:,}", *numbers)
+    console = Console()
+    console.print(table)
+    console.print(f"best lag {report.lag}; {report.skipped_tokens} tokens without a comparable log-probability")
+    if report.top1_flips is not None:
+        console.print(f"most likely token changed at {report.top1_flips:,} tokens under the persistent history")

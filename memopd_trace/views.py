@@ -1,0 +1,67 @@
+"""Other prompts under which an invocation's sampled tokens may be scored.
+
+A view never changes what was sampled; it changes what the scorer conditions on. `persistent_history` is the one
+that training on a flattened transcript implies, and so measures what misaligned scoring costs.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from memopd_trace.invocation import IDS, Episode, Invocation
+from memopd_trace.lineage import common_prefix, final_ids
+
+RECORDED = "recorded"
+PERSISTENT_HISTORY = "persistent-history"
+
+
+def persistent_history(episode: Episode) -> list[IDS]:
+    """For each invocation of an episode, the prompt it would have had if nothing had ever been forgotten.
+
+    The history starts as the first prompt. Each later invocation appends what its prompt holds that is new: the part
+    after the longest prefix it has in common with the history or with an earlier invocation's sequence, without the
+    segments that copy earlier tokens; then its own output. For an episode that only ever extends, the history is the
+    recorded prompt.
+
+    Example: prompts [1 2 | a] -> output [x], then [1 2 | x b] (x copied) -> output [y]: the second view is [1 2 a x b].
+
+    Returns one int32 array an invocation, in order. Rejected attempts stay out of the history of later invocations.
+    """
+    history = np.empty(0, np.int32)
+    known: list[IDS] = [history]
+    views: list[IDS] = []
+    for invocation in episode:
+        view = np.concatenate([history, _new_tokens(invocation, known)])
+        views.append(view)
+        if invocation.accepted is not False:
+            history = np.concatenate([view, invocation.output_ids])
+            known[0] = history
+            known.append(final_ids(invocation))
+    return views
+
+
+def _new_tokens(invocation: Invocation, known: list[IDS]) -> IDS:
+    """The prompt's tokens that a flattened history does not hold already."""
+    prompt = invocation.prompt_ids
+    new = np.ones(len(prompt), bool)
+    new[: max(common_prefix(prompt, ids) for ids in known)] = False
+    for segment in invocation.segments or ():
+        if segment.source_index is not None:
+            new[segment.start : segment.stop] = False
+    return prompt[new]
+
+
+def under_prompt(invocation: Invocation, prompt_ids: IDS) -> Invocation:
+    """The same sampled tokens after another prompt, with default positions and plain visibility."""
+    return invocation.replace(
+        prompt_ids=prompt_ids,
+        segments=None,
+        position_ids=None,
+        visible_from=None,
+        visible_until=None,
+        media=None,
+        parent_index=None,
+        relation=None,
+        rewrite_kind=None,
+        rewrite_evidence=None,
+    )

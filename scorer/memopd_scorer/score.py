@@ -1,0 +1,149 @@
+"""The scoring verb: a trace and a teacher in, a folder of scores out; running it again continues it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from memopd_scorer.plan import Layout, PlanSummary, plan
+from memopd_scorer.signals import bytes_per_target, check_signals, compute_signals, describe_head
+from memopd_scorer.store import SHARD_BYTES, ScoresWriter, iter_shards
+from memopd_scorer.teacher import Teacher, load_teacher
+from memopd_trace import __version__
+from memopd_trace.errors import InputError
+from memopd_trace.metadata import HeadInfo, Producer, ScoresMetadata, TeacherInfo, TraceMetadata
+from memopd_trace.record.fingerprint import config_digest, weights_digest
+from memopd_trace.storage import TraceReader
+from memopd_trace.views import RECORDED
+
+
+@dataclass(frozen=True, slots=True)
+class ScoreResult:
+    """What a scoring run did. `padded_mass` is the largest probability found on padded ids in shards scored now."""
+
+    folder: Path
+    plan: PlanSummary
+    shards: int
+    shards_scored: int
+    capability: str
+    padded_mass: float
+
+
+def score(
+    trace: str | os.PathLike[str],
+    teacher: str | os.PathLike[str] | Teacher,
+    out: str | os.PathLike[str],
+    *,
+    signals: Sequence[str] = ("sampled", "hidden"),
+    topk: int = 64,
+    layout: Layout = "tree",
+    attention: str = "auto",
+    dtype: str = "float32",
+    device: str = "cpu",
+    max_tokens: int = 8192,
+    repair: bool = False,
+    shard_bytes: int = SHARD_BYTES,
+    on_pack: Callable[[int, int], None] = lambda done, total: None,
+) -> ScoreResult:
+    """Score every sampled token of a trace under its own recorded state.
+
+    Finished shards of an earlier, killed run are verified and skipped. `on_pack(done, total)` follows each pack.
+
+    Raises:
+        InputError: an unreadable trace, a teacher of another tokenizer, a folder that holds another run…
+        UsageError: an unknown signal, layout, dtype or device.
+    """
+    names = tuple(dict.fromkeys(signals))
+    check_signals(names)
+    reader = TraceReader(trace)
+    if not isinstance(teacher, Teacher):
+        teacher = load_teacher(teacher, dtype=dtype, device=device, backend=attention)  # type: ignore[arg-type]
+    check_tokenizer(reader.metadata, teacher)
+    if "media" in reader.metadata.required_features:
+        raise InputError(
+            f"{trace}: holds media, which this scorer does not feed to a teacher", code="E-MODEL-UNSUPPORTED"
+        )
+    layout = teacher.layout(layout)
+    summary = PlanSummary(layout, max_tokens)
+    for pack in plan(reader.iter_episodes(), layout=layout, max_tokens=max_tokens):
+        summary.add(pack)
+    metadata = _metadata(teacher, summary, names, topk, shard_bytes)
+    head_info = metadata.teacher.head
+    per_target = bytes_per_target(
+        names,
+        width=head_info.width,
+        hidden_bytes=teacher.head.weight_VD.element_size(),
+        topk=topk,
+        size=head_info.size,
+    )
+    writer = ScoresWriter(Path(out), metadata, teacher.head, repair=repair)
+    done = scored = shards = 0
+    padded_mass = 0.0
+    try:
+        packs = plan(reader.iter_episodes(), layout=layout, max_tokens=max_tokens)
+        for number, run in enumerate(iter_shards(packs, bytes_per_target=per_target, shard_bytes=shard_bytes)):
+            shards += 1
+            if number not in writer.finished:
+                results = []
+                for pack in run:
+                    hidden_RD = teacher.states(pack)
+                    results.append((pack, compute_signals(hidden_RD, teacher.head, pack, names, topk=topk)))
+                    padded_mass = max(padded_mass, results[-1][1].padded_mass)
+                    on_pack(done + len(results), summary.packs)
+                writer.write_shard(number, results)
+                scored += 1
+            done += len(run)
+            on_pack(done, summary.packs)
+    except BaseException:
+        writer.close(shards=None)
+        raise
+    writer.close(shards=shards)
+    return ScoreResult(Path(out), summary, shards, scored, teacher.capability.reason, padded_mass)
+
+
+def check_tokenizer(metadata: TraceMetadata, teacher: Teacher) -> None:
+    """A teacher reads the trace's ids only if its tokenizer is the very one they come from.
+
+    Raises:
+        InputError: `E-TOKENIZER-MISMATCH`, naming both fingerprints.
+    """
+    for model_id, model in metadata.models.items():
+        theirs = model.tokenizer
+        if theirs.fingerprint != teacher.tokenizer.fingerprint or theirs.size != teacher.tokenizer.size:
+            raise InputError(
+                f"teacher '{teacher.name}' has tokenizer {teacher.tokenizer.fingerprint[:16]} "
+                f"({teacher.tokenizer.size} ids), the trace's model '{model_id}' has {theirs.fingerprint[:16]} "
+                f"({theirs.size} ids)",
+                code="E-TOKENIZER-MISMATCH",
+                hint="the ids would mean other text to this teacher",
+            )
+
+
+def _metadata(
+    teacher: Teacher, summary: PlanSummary, names: tuple[str, ...], topk: int, shard_bytes: int
+) -> ScoresMetadata:
+    dtype = str(teacher.head.weight_VD.dtype).removeprefix("torch.")
+    return ScoresMetadata(
+        producer=Producer(name="memopd-trace", version=__version__),
+        teacher_id=teacher.name,
+        teacher=TeacherInfo(
+            name=teacher.name,
+            weights_digest=weights_digest(teacher.model),
+            config_digest=config_digest(teacher.model),
+            dtype=dtype,
+            tokenizer_fingerprint=teacher.tokenizer.fingerprint,
+            head=HeadInfo(**describe_head(teacher.head)),
+        ),
+        view=RECORDED,
+        signals=list(names),
+        topk=min(topk, teacher.head.size) if "topk" in names else None,
+        topk_source="teacher" if "topk" in names else None,
+        hidden_dtype=dtype if "hidden" in names else None,
+        layout=summary.layout,
+        attention=teacher.backend if summary.layout != "single" or teacher.capability.layout == "tree" else "native",
+        max_tokens=summary.max_tokens,
+        shard_bytes=shard_bytes,
+        plan_digest=summary.digest,
+    )

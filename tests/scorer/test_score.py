@@ -1,0 +1,279 @@
+"""Scores on disk: right, whole, and the same whether a run was killed or not."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+import torch
+from helpers_scorer import (
+    SIZE,
+    growing_episode,
+    memory_episode,
+    metadata_for,
+    oracle,
+    save_model,
+    tiny_model,
+    write_trace,
+)
+
+from memopd_scorer.score import score
+from memopd_scorer.signals import head_of
+from memopd_scorer.store import HEAD, ScoresReader
+from memopd_scorer.teacher import load_teacher
+from memopd_trace.errors import InputError, UsageError
+from memopd_trace.invocation import Episode
+from memopd_trace.storage import read, write
+
+SIGNALS = ("sampled", "topk", "hidden", "full")
+
+
+def episodes(count: int = 6) -> list[Episode]:
+    rng = np.random.default_rng(1)
+    rollouts = [memory_episode(rng, f"m{i}", group=f"g{i // 2}") for i in range(count)]
+    return [*rollouts, growing_episode(rng, "grow")]
+
+
+@pytest.fixture(scope="module")
+def toy(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """(teacher folder, trace)."""
+    folder = tmp_path_factory.mktemp("toy")
+    model = tiny_model("llama", seed=3)
+    teacher = save_model(model, folder / "teacher")
+    return teacher, write_trace(folder / "trace.parquet", teacher, model, episodes())
+
+
+def rows_of(folder: Path) -> list[dict[str, object]]:
+    """Every stored row, in order, as plain data."""
+    files = [folder / part["name"] for part in json.loads((folder / "manifest.json").read_text())["files"]]
+    return [row for file in files for row in pq.read_table(file).to_pylist()]
+
+
+def test_every_sampled_token_has_the_oracles_signals(toy: tuple[Path, Path], tmp_path: Path) -> None:
+    teacher, trace = toy
+    result = score(trace, teacher, tmp_path / "scores", signals=SIGNALS, topk=4, max_tokens=200, shard_bytes=20_000)
+    assert result.shards > 1
+    assert result.plan.executed_tokens < result.plan.logical_tokens
+    reader = ScoresReader(tmp_path / "scores")
+    model = load_teacher(teacher).model
+    seen = 0
+    for pack, hidden_RD in oracle(model, list(read(trace).iter_episodes())):
+        state = pack.states[0]
+        row = reader.get(state.episode_id, state.invocation_index)
+        assert row is not None and row.hidden is not None and row.topk_logprobs is not None
+        assert row.state_digest == state.digest
+        np.testing.assert_array_equal(row.output_index, pack.target_output_M)
+        hidden_MD = hidden_RD[torch.from_numpy(pack.target_row_M).long()]
+        torch.testing.assert_close(row.hidden, hidden_MD, atol=1e-5, rtol=1e-5)
+        logprobs = head_of(model, SIZE).logits(hidden_MD).log_softmax(-1).detach()
+        ids = torch.from_numpy(pack.target_ids_M).long()
+        np.testing.assert_allclose(row.logprob, logprobs.gather(1, ids[:, None])[:, 0], atol=1e-5)
+        rebuilt = torch.cat(list(reader.logprobs(row, chunk=4)))
+        torch.testing.assert_close(rebuilt, logprobs, atol=1e-5, rtol=1e-5)
+        np.testing.assert_allclose(row.topk_logprobs, logprobs.topk(4).values, atol=1e-5)
+        reader.verify(row, pack.target_ids_M)
+        seen += len(row.logprob)
+    assert seen == result.plan.targets > 100
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_states_are_stored_in_the_teachers_dtype_without_loss(
+    dtype: str, toy: tuple[Path, Path], tmp_path: Path
+) -> None:
+    teacher, trace = toy
+    score(trace, teacher, tmp_path / "s", signals=("hidden",), dtype=dtype, layout="single")
+    reader = ScoresReader(tmp_path / "s")
+    model = load_teacher(teacher, dtype=dtype)
+    for pack, hidden_RD in oracle(model.model, episodes()[:2]):
+        row = reader.get(pack.states[0].episode_id, pack.states[0].invocation_index)
+        assert row is not None and row.hidden is not None
+        assert str(row.hidden.dtype) == f"torch.{dtype}"
+        assert torch.equal(row.hidden, hidden_RD[torch.from_numpy(pack.target_row_M).long()])
+
+
+def test_running_it_again_scores_nothing_and_changes_nothing(toy: tuple[Path, Path], tmp_path: Path) -> None:
+    teacher, trace = toy
+    options = {"max_tokens": 100, "shard_bytes": 5_000}
+    score(trace, teacher, tmp_path / "s", **options)  # type: ignore[arg-type]
+    before = {f.name: f.read_bytes() for f in (tmp_path / "s").iterdir()}
+    again = score(trace, teacher, tmp_path / "s", **options)  # type: ignore[arg-type]
+    assert again.shards_scored == 0 and again.shards > 3
+    assert {f.name: f.read_bytes() for f in (tmp_path / "s").iterdir()} == before
+
+
+_SLOW_RUN = """
+import sys, time
+from memopd_scorer import score as module
+trace, teacher, out = sys.argv[1:]
+module.score(trace, teacher, out, max_tokens=100, shard_bytes=1_000, on_pack=lambda done, total: time.sleep(0.1))
+"""
+
+
+def test_a_run_killed_at_random_points_ends_with_the_same_rows(toy: tuple[Path, Path], tmp_path: Path) -> None:
+    teacher, trace = toy
+    score(trace, teacher, tmp_path / "whole", max_tokens=100, shard_bytes=1_000)
+    rng, killed = random.Random(0), 0
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    arguments = [sys.executable, "-c", _SLOW_RUN, str(trace), str(teacher), str(tmp_path / "killed")]
+    for _ in range(3):
+        run = subprocess.Popen(arguments, env=environment)
+        _wait_for(tmp_path / "killed", shards=2 * killed + 1, run=run)
+        time.sleep(rng.random() * 0.1)
+        killed += run.poll() is None
+        run.send_signal(signal.SIGKILL)
+        run.wait()
+        assert not (tmp_path / "killed" / "manifest.json").exists() or run.returncode == 0
+    assert killed >= 2, "the runs ended before they could be killed"
+    for leftover in (tmp_path / "killed").glob(".*.tmp"):
+        assert leftover.name.startswith(".")  # never under a final name
+    result = score(trace, teacher, tmp_path / "killed", max_tokens=100, shard_bytes=1_000)
+    assert 0 < result.shards_scored < result.shards, "nothing of the killed runs was kept"
+    assert rows_of(tmp_path / "killed") == rows_of(tmp_path / "whole")
+
+
+def _wait_for(folder: Path, *, shards: int, run: subprocess.Popen[bytes]) -> None:
+    deadline = time.monotonic() + 60
+    while len(list(folder.glob("shard-*"))) < shards and run.poll() is None and time.monotonic() < deadline:
+        time.sleep(0.01)
+
+
+def test_a_flipped_byte_is_refused_and_repaired(toy: tuple[Path, Path], tmp_path: Path) -> None:
+    teacher, trace = toy
+    options = {"max_tokens": 100, "shard_bytes": 5_000}
+    score(trace, teacher, tmp_path / "s", **options)  # type: ignore[arg-type]
+    expected = rows_of(tmp_path / "s")
+    shard = sorted((tmp_path / "s").glob("shard-*"))[2]
+    data = bytearray(shard.read_bytes())
+    data[len(data) // 2] ^= 1
+    shard.write_bytes(data)
+    with pytest.raises(InputError, match="E-SCORES-DAMAGED"):
+        ScoresReader(tmp_path / "s")
+    with pytest.raises(InputError, match="--repair"):
+        score(trace, teacher, tmp_path / "s", **options)  # type: ignore[arg-type]
+    assert shard.exists(), "without --repair nothing is removed"
+    result = score(trace, teacher, tmp_path / "s", repair=True, **options)  # type: ignore[arg-type]
+    assert result.shards_scored == 1
+    assert rows_of(tmp_path / "s") == expected
+
+
+def test_a_deleted_shard_and_a_damaged_head_are_made_again(toy: tuple[Path, Path], tmp_path: Path) -> None:
+    teacher, trace = toy
+    options = {"max_tokens": 100, "shard_bytes": 5_000}
+    score(trace, teacher, tmp_path / "s", **options)  # type: ignore[arg-type]
+    sorted((tmp_path / "s").glob("shard-*"))[1].unlink()
+    (tmp_path / "s" / HEAD).write_bytes(b"no head")
+    with pytest.raises(InputError, match="missing or damaged"):
+        ScoresReader(tmp_path / "s")
+    assert score(trace, teacher, tmp_path / "s", **options).shards_scored == 1  # type: ignore[arg-type]
+    assert len(ScoresReader(tmp_path / "s")) == 6 * 4 + 4
+
+
+@pytest.mark.parametrize("change", ["teacher", "plan", "signal", "trace", "dtype"])
+def test_another_run_is_refused_by_what_differs(change: str, toy: tuple[Path, Path], tmp_path: Path) -> None:
+    teacher, trace = toy
+    score(trace, teacher, tmp_path / "s")
+    options: dict[str, object] = {}
+    named = {"teacher": "weights_digest", "plan": "max_tokens", "signal": "signals", "dtype": "dtype"}
+    if change == "teacher":
+        teacher = save_model(tiny_model("llama", seed=4), tmp_path / "teacher")
+    elif change == "plan":
+        options["max_tokens"] = 50
+    elif change == "signal":
+        options["signals"] = ("sampled",)
+    elif change == "dtype":
+        options["dtype"] = "bfloat16"
+    else:
+        rows = list(read(trace).iter_invocations())
+        ids = rows[0].prompt_ids.copy()
+        ids[0] += 1
+        write(tmp_path / "other.parquet", read(trace).metadata, [rows[0].replace(prompt_ids=ids), *rows[1:]])
+        trace = tmp_path / "other.parquet"
+    with pytest.raises(InputError, match=f"E-SCORES-OTHER-RUN.*{named.get(change, 'plan_digest')}"):
+        score(trace, teacher, tmp_path / "s", **options)  # type: ignore[arg-type]
+
+
+def test_another_tokenizer_is_refused(toy: tuple[Path, Path], tmp_path: Path) -> None:
+    _, trace = toy
+    other = save_model(tiny_model("llama", seed=3), tmp_path / "other", words="x")
+    with pytest.raises(InputError, match="E-TOKENIZER-MISMATCH"):
+        score(trace, other, tmp_path / "s")
+    assert not (tmp_path / "s").exists()
+
+
+def test_two_processes_do_not_score_into_one_folder(toy: tuple[Path, Path], tmp_path: Path) -> None:
+    teacher, trace = toy
+    inside: list[str] = []
+
+    def second(done: int, total: int) -> None:
+        if not inside:
+            inside.append("tried")
+            with pytest.raises(UsageError, match="another process"):
+                score(trace, teacher, tmp_path / "s")
+
+    score(trace, teacher, tmp_path / "s", on_pack=second)
+    assert inside
+
+
+def test_a_full_disk_loses_nothing_that_was_finished(toy: tuple[Path, Path], tmp_path: Path) -> None:
+    teacher, trace = toy
+    program = (
+        "import resource, signal, sys; from memopd_trace.cli import run\n"
+        "signal.signal(signal.SIGXFSZ, signal.SIG_IGN); resource.setrlimit(resource.RLIMIT_FSIZE, (4000, 4000))\n"
+        "sys.exit(run(sys.argv[1:]))"
+    )
+    command = [
+        "score",
+        str(trace),
+        "--teacher",
+        str(teacher),
+        "-o",
+        str(tmp_path / "s"),
+        "--signal",
+        "sampled",
+    ]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    run = subprocess.run(
+        [sys.executable, "-c", program, *command],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert run.returncode == 3, run.stderr
+    assert run.stderr.strip().splitlines()[-1].startswith("error:")
+    assert "Traceback" not in run.stderr
+    assert not list((tmp_path / "s").glob("shard-*"))
+    assert score(trace, teacher, tmp_path / "s", signals=("sampled",)).shards_scored == 1
+
+
+def test_a_model_that_cannot_be_packed_is_scored_alone_and_right(tmp_path: Path) -> None:
+    model = tiny_model("mamba")
+    teacher = save_model(model, tmp_path / "mamba")
+    write(tmp_path / "t.parquet", metadata_for(teacher), [i for e in episodes(2) for i in e])
+    result = score(tmp_path / "t.parquet", teacher, tmp_path / "s", signals=("hidden",))
+    assert result.plan.layout == "single"
+    reader = ScoresReader(tmp_path / "s")
+    for pack, hidden_RD in oracle(load_teacher(teacher).model, episodes(2)):
+        row = reader.get(pack.states[0].episode_id, pack.states[0].invocation_index)
+        assert row is not None and row.hidden is not None
+        torch.testing.assert_close(row.hidden, hidden_RD[torch.from_numpy(pack.target_row_M).long()])
+
+
+def test_scores_that_are_not_of_their_head_are_refused(toy: tuple[Path, Path], tmp_path: Path) -> None:
+    teacher, trace = toy
+    score(trace, teacher, tmp_path / "s")
+    reader = ScoresReader(tmp_path / "s")
+    row = reader.get("m0", 0)
+    assert row is not None and row.hidden is not None
+    row.hidden[0] += 0.5
+    with pytest.raises(InputError, match="E-SCORES-CHECK"):
+        reader.verify(row)

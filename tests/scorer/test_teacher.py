@@ -1,0 +1,180 @@
+"""The probe tells what a model can do; what it cannot do exactly is scored alone or refused by name, never silently."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from helpers_scorer import PACKABLE, SIZE, growing_episode, memory_episode, save_model, tiny_model
+from torch import nn
+from transformers import PreTrainedModel
+
+from memopd_scorer.attention import UnsupportedAttentionError, states_at_rows
+from memopd_scorer.plan import plan
+from memopd_scorer.signals import head_of
+from memopd_scorer.teacher import Teacher, load_teacher, probe
+from memopd_trace.errors import InputError, UsageError
+
+
+class Cumulative(nn.Module):
+    """A layer that mixes every token into all later ones, wherever a pack's boundaries are."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self.inner(hidden + 0.1 * hidden.cumsum(1))
+
+
+@pytest.mark.parametrize("kind", PACKABLE)
+def test_attention_models_are_packable(kind: str) -> None:
+    model = tiny_model(kind)
+    capability = probe(model, head_of(model, SIZE))
+    assert capability.layout == "tree"
+    assert capability.error is not None and capability.error <= 1e-5
+
+
+def test_a_recurrent_model_is_detected_and_scored_alone(tmp_path: Path) -> None:
+    folder = save_model(tiny_model("mamba"), tmp_path / "mamba")
+    teacher = load_teacher(folder)
+    assert teacher.capability.layout == "single"
+    assert "linear_attention" in teacher.capability.reason
+    assert teacher.layout("tree") == "single"
+    (pack, *_) = plan([growing_episode(np.random.default_rng(0), "e")], layout="single")
+    assert teacher.states(pack).shape == (len(pack.rows_R), 32)
+
+
+def test_a_layer_that_ignores_boundaries_is_found_out() -> None:
+    model = tiny_model("llama")
+    model.model.layers[1].mlp = Cumulative(model.model.layers[1].mlp)
+    capability = probe(model, head_of(model, SIZE))
+    assert capability.layout == "single"
+    assert capability.error is not None and capability.error > 1e-3
+    assert "differ" in capability.reason
+
+
+def test_a_window_wider_than_the_probe_is_still_tested(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny_model("gemma3")
+    for module in [model.config, *model.modules()]:
+        if getattr(module, "sliding_window", None):
+            module.sliding_window = 400  # longer than any probe sequence
+    monkeypatch.setattr("memopd_scorer.attention._checked", _without_window())
+    assert probe(model, head_of(model, SIZE)).layout == "single"
+    assert model.config.sliding_window == 400, "the probe must put windows back"
+
+
+def _without_window() -> object:
+    from memopd_scorer import attention
+
+    original = attention._checked
+
+    def broken(module, query, attention_mask, options):  # type: ignore[no-untyped-def]
+        options.pop("sliding_window", None)
+        return original(module, query, attention_mask, options)
+
+    return broken
+
+
+def test_chunked_and_linear_layers_are_not_packed_on_the_probes_word() -> None:
+    model = tiny_model("llama")
+    model.config.layer_types = ["full_attention", "linear_attention", "full_attention"]
+    assert "linear_attention" in probe(model, head_of(model, SIZE)).reason
+
+
+def test_a_head_that_is_not_the_models_is_refused() -> None:
+    model = tiny_model("llama")
+    head = head_of(model, SIZE)
+    with torch.no_grad():
+        other = type(head)(head.weight_VD.clone() * 1.5, None, head.logit_scale, head.softcap, head.size)
+    with pytest.raises(InputError, match="E-MODEL-UNSUPPORTED"):
+        probe(model, other)
+
+
+def test_a_softcapped_head_is_honoured() -> None:
+    head = head_of(tiny_model("gemma3"), SIZE)
+    assert head.softcap == 10.0
+    assert head.logits(torch.full((1, 32), 1e3)).abs().max() <= 10.0
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ({"dropout": 0.1}, "dropout"),
+        ({"is_causal": False}, "not causal"),
+        ({"position_bias": torch.zeros(1)}, "position_bias"),
+    ],
+)
+def test_what_the_backends_do_not_compute_is_refused_by_name(options: dict[str, object], named: str) -> None:
+    from memopd_scorer.attention import Visibility, _sdpa_attention
+
+    (pack,) = plan([memory_episode(np.random.default_rng(0), "e")])
+    q = torch.zeros(1, 2, len(pack), 4)
+    visibility = Visibility.of(pack, torch.device("cpu"))
+    with pytest.raises(UnsupportedAttentionError, match=named):
+        _sdpa_attention(nn.Identity(), q, q, q, None, memopd_visibility=visibility, **options)
+    with pytest.raises(UnsupportedAttentionError, match="mask of the model's own"):
+        _sdpa_attention(nn.Identity(), q, q, q, torch.zeros(1), memopd_visibility=visibility)
+    with pytest.raises(UnsupportedAttentionError, match="drops unknown keyword arguments"):
+        _sdpa_attention(nn.Identity(), q, q, q, None)
+
+
+def test_recorded_visibility_needs_a_model_that_can_honour_it(tmp_path: Path) -> None:
+    teacher = load_teacher(save_model(tiny_model("mamba"), tmp_path / "mamba"))
+    row = memory_episode(np.random.default_rng(0), "e").invocations[0]
+    until = [len(row)] * len(row)
+    until[3] = 10
+    episode = type("E", (), {"group_id": None, "__iter__": lambda self: iter([row.replace(visible_until=until)])})()
+    (pack,) = plan([episode], layout="single")  # type: ignore[list-item]
+    with pytest.raises(InputError, match="visibility"):
+        teacher.states(pack)
+
+
+def test_a_model_in_training_mode_is_refused(tmp_path: Path) -> None:
+    teacher = load_teacher(save_model(tiny_model("gpt2"), tmp_path / "gpt2"))
+    (pack,) = plan([memory_episode(np.random.default_rng(0), "e")])
+    once, twice = teacher.states(pack), teacher.states(pack)
+    assert torch.equal(once, twice)
+    teacher.model.train()
+    with pytest.raises(UsageError, match="training mode"):
+        teacher.states(pack)
+
+
+def test_the_models_own_attention_is_put_back() -> None:
+    model: PreTrainedModel = tiny_model("llama")
+    before = model.config._attn_implementation
+    (pack,) = plan([memory_episode(np.random.default_rng(0), "e")])
+    states_at_rows(model, pack)
+    assert model.config._attn_implementation == before
+
+
+@pytest.mark.parametrize("missing", ["nowhere", "./nowhere", "/nowhere/at/all"])
+def test_a_missing_teacher_is_one_clear_line(missing: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    with pytest.raises(InputError, match="cannot be loaded") as error:
+        load_teacher(missing)
+    assert "\n" not in str(error.value)
+    assert error.value.exit_code == 3
+
+
+def test_pickled_weights_are_not_loaded(tmp_path: Path) -> None:
+    folder = save_model(tiny_model("llama"), tmp_path / "pickled")
+    torch.save(tiny_model("llama").state_dict(), folder / "pytorch_model.bin")
+    (folder / "model.safetensors").unlink()
+    with pytest.raises(InputError, match="E-MODEL-LOAD"):
+        load_teacher(folder)
+
+
+def test_bad_names_are_usage_errors(tmp_path: Path) -> None:
+    folder = save_model(tiny_model("llama"), tmp_path / "llama")
+    for arguments in ({"dtype": "float8"}, {"backend": "flash"}, {"device": "tpu:9"}):
+        with pytest.raises(UsageError):
+            load_teacher(folder, **arguments)  # type: ignore[arg-type]
+
+
+def test_a_teacher_in_half_precision_is_probed_too(tmp_path: Path) -> None:
+    teacher: Teacher = load_teacher(save_model(tiny_model("llama"), tmp_path / "llama"), dtype="bfloat16")
+    assert teacher.capability.layout == "tree"
