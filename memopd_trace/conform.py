@@ -145,8 +145,8 @@ def _list(array: pa.Array, target: pa.DataType) -> pa.Array:
         raise MisfitError(type_name(target), type_name(kind), f"{offsets[-1]} items in one batch, limit 2^31-1")
     try:
         items = conform(flat, target.value_type)
-    except MisfitError:
-        raise MisfitError(type_name(target), type_name(kind)) from None
+    except MisfitError as error:
+        raise MisfitError(type_name(target), type_name(kind), error.detail) from None
     if not target.value_field.nullable and items.null_count:
         first = int(np.flatnonzero(np.asarray(items.is_null()))[0])
         row = int(np.searchsorted(offsets, first, side="right")) - 1

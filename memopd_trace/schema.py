@@ -175,9 +175,7 @@ TRACE_COLUMNS: tuple[Column, ...] = (
         "False: the harness rejected this attempt; kept, never trained on. Null = true.",
         "lineage",
     ),
-    Column(
-        "position_ids", _list(pa.int32()), "Position of each token; null = 0…n-1.", "state", length="sequence"
-    ),
+    Column("position_ids", _list(pa.int32()), "Position of each token; null = 0…n-1.", "state", length="sequence"),
     Column(
         "visible_from",
         _list(pa.int32()),
@@ -294,9 +292,21 @@ TRACE_COLUMNS: tuple[Column, ...] = (
 SCORES_COLUMNS: tuple[Column, ...] = (
     Column("episode_id", STRING, "The trace row's episode.", "key", required=True),
     Column("invocation_index", pa.int32(), "The trace row's index.", "key", required=True),
-    Column("state_digest", pa.binary(32), "The trace row's state digest; another one is refused.", "key", required=True),
+    Column(
+        "state_digest",
+        pa.binary(32),
+        "The trace row's state digest; another one is refused.",
+        "key",
+        required=True,
+    ),
     Column("teacher_id", CATEGORY, "The teacher of the run's metadata.", "key", required=True),
-    Column("view", CATEGORY, "The prompt that was scored; `recorded` = the row's own state.", "key", required=True),
+    Column(
+        "view",
+        CATEGORY,
+        "The prompt that was scored; `recorded` = the row's own state.",
+        "key",
+        required=True,
+    ),
     Column(
         "output_index",
         _list(pa.int32()),
@@ -305,7 +315,13 @@ SCORES_COLUMNS: tuple[Column, ...] = (
         required=True,
     ),
     Column("logprob", _list(pa.float32()), "Teacher log-probability of the sampled id.", "signal", unit="nats"),
-    Column("logsumexp", _list(pa.float32()), "log sum exp of the teacher's logits (real ids).", "signal", unit="nats"),
+    Column(
+        "logsumexp",
+        _list(pa.float32()),
+        "log sum exp of the teacher's logits (real ids).",
+        "signal",
+        unit="nats",
+    ),
     Column("entropy", _list(pa.float32()), "Entropy of the teacher's distribution.", "signal", unit="nats"),
     Column("topk_ids", _list(_list(pa.int32())), "The k ids chosen, best first.", "signal"),
     Column("topk_logprobs", _list(_list(pa.float32())), "Their log-probabilities.", "signal", unit="nats"),

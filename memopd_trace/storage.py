@@ -64,7 +64,9 @@ class TraceReader:
     def schema(self, index: int) -> pa.Schema:
         """The Arrow schema of file `index`, as stored."""
         with _damaged(self.files[index]), _open(self.files[index]) as source:
-            return source.schema_arrow if isinstance(source, pq.ParquetFile) else source.schema
+            schema = source.schema_arrow if isinstance(source, pq.ParquetFile) else source.schema
+            _read_names(schema)
+            return schema
 
     def iter_raw(self, index: int, rows: int = READ_ROWS) -> Iterator[pa.RecordBatch]:
         """The record batches of file `index` as stored, at most `rows` rows each."""
@@ -252,6 +254,8 @@ class _Part:
         }
 
     def abort(self) -> None:
+        if isinstance(self._writer, pq.ParquetWriter):
+            self._writer.is_open = False  # or it would write a footer into the closed file when collected
         stop = KeyboardInterrupt()
         with suppress(KeyboardInterrupt):
             self._context.__exit__(type(stop), stop, None)
@@ -367,6 +371,13 @@ def _open(path: Path) -> Any:
         code="E-UNREADABLE",
         hint="logs of other tools are brought in by a converter",
     )
+
+
+def _read_names(fields: Any) -> None:
+    """Decode every field's name, nested ones too: Arrow does so only on access, and damage must show here."""
+    for field in fields:
+        _ = field.name
+        _read_names(field.type.field(i) for i in range(field.type.num_fields))
 
 
 @contextmanager

@@ -1,13 +1,19 @@
-"""Commands that look at a trace: `schema` (and the validator's)."""
+"""Commands that judge a trace or say what is judged: `schema`, `validate`, `explain`, `codes`."""
 
 from __future__ import annotations
 
 import json
+import sys
 from enum import StrEnum
+from pathlib import Path
 
 import typer
 
-from memopd_trace.schema import arrow_schema, to_json, to_markdown
+from memopd_trace import rules
+from memopd_trace.rules.registry import Rule
+from memopd_trace.schema import Table, arrow_schema, to_json, to_markdown
+from memopd_trace.storage import atomic_file
+from memopd_trace.validate import MAX_FINDINGS, validate
 
 
 class TableName(StrEnum):
@@ -25,6 +31,29 @@ class SchemaFormat(StrEnum):
     json = "json"
 
 
+class Profile(StrEnum):
+    """What must be present."""
+
+    core = "core"
+    lineage = "lineage"
+    policy = "policy"
+    train = "train"
+
+
+class FailOn(StrEnum):
+    """The least severity that fails."""
+
+    error = "error"
+    warning = "warning"
+
+
+class ReportFormat(StrEnum):
+    """A rendering of a report or a list."""
+
+    text = "text"
+    json = "json"
+
+
 def schema(
     table: TableName = typer.Argument(TableName.trace),
     format: SchemaFormat = typer.Option(SchemaFormat.markdown, "--format"),
@@ -33,7 +62,7 @@ def schema(
 
     Example: memopd-trace schema trace --format json
     """
-    name = table.value
+    name: Table = "trace" if table is TableName.trace else "scores"
     if format is SchemaFormat.json:
         print(json.dumps(to_json(name), indent=1))
     elif format is SchemaFormat.arrow:
@@ -42,6 +71,67 @@ def schema(
         print(to_markdown(name), end="")
 
 
+def check(
+    paths: list[Path] = typer.Argument(..., metavar="PATH...", help="Traces: files or folders."),
+    profile: Profile = typer.Option(Profile.core, help="What must be present; what is wrong is found under each."),
+    select: list[str] = typer.Option([], metavar="CODE", help="Judge only these codes (a glob is fine)."),
+    ignore: list[str] = typer.Option([], metavar="CODE", help="Do not judge these codes (a glob is fine)."),
+    fail_on: FailOn = typer.Option(FailOn.error, help="The least severity that gives exit code 1."),
+    max_findings: int = typer.Option(MAX_FINDINGS, min=0, help="Findings shown per code; counts stay true."),
+    format: ReportFormat = typer.Option(ReportFormat.text, "--format"),
+    output: Path | None = typer.Option(None, "--output", "-o", help="Write the report to this file."),
+    exit_zero: bool = typer.Option(False, "--exit-zero", help="Exit 0 in spite of findings (not of a refusal)."),
+) -> None:
+    """Check traces against the rules of a profile.
+
+    Exit code 0: no findings; 1: findings; 3: an input is missing, unreadable or refused.
+
+    Example: memopd-trace validate run/ --profile train --format json -o report.json
+    """
+    report = validate(paths, profile.value, select=select, ignore=ignore, max_findings=max_findings)
+    text = report.to_json() if format is ReportFormat.json else report.to_text()
+    if output is None:
+        sys.stdout.write(text)
+    else:
+        with atomic_file(output) as out:
+            out.write(text.encode())
+    raise typer.Exit(report.exit_code(fail_on.value, exit_zero=exit_zero))
+
+
+def explain(code: str = typer.Argument(..., help="A code of the list that `codes` prints.")) -> None:
+    """Print the page of a rule: what it wants, why, and the way out.
+
+    Example: memopd-trace explain E-DISCONTINUITY
+    """
+    rule = rules.find(code)
+    print(rule.page)
+    print(f"{rule.clause}\nProfiles: {', '.join(rule.profiles)}. Severity: {rule.severity}.")
+
+
+def codes(
+    profile: Profile | None = typer.Option(None, help="Only the codes that this profile turns on."),
+    format: ReportFormat = typer.Option(ReportFormat.text, "--format"),
+) -> None:
+    """List the codes of all rules.
+
+    Example: memopd-trace codes --profile train
+    """
+    chosen = [r for r in rules.RULES.values() if profile is None or profile.value in r.profiles]
+    if format is ReportFormat.json:
+        print(rules.codes_json(chosen), end="")
+        return
+    width = max(len(r.code) for r in chosen)
+    for rule in chosen:
+        print(f"{rule.code:<{width}}  {rule.title}{_only(rule)}")
+
+
+def _only(rule: Rule) -> str:
+    return "" if "core" in rule.profiles else f"  [{', '.join(rule.profiles)}]"
+
+
 def register(app: typer.Typer) -> None:
     """Add this module's commands."""
     app.command()(schema)
+    app.command("validate")(check)
+    app.command()(explain)
+    app.command()(codes)

@@ -1,0 +1,178 @@
+"""How one state follows from another: prefix tests, and what probably happened where the prefix breaks.
+
+An invocation's *final ids* are what its successor must begin with: prompt + output, or for in-place
+generation the prompt with every output token written into its slot.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+from numpy.lib.stride_tricks import sliding_window_view
+from numpy.typing import NDArray
+
+from memopd_trace.invocation import IDS, Invocation
+
+Cause = Literal[
+    "none",
+    "unrelated",
+    "cut_short",
+    "double_bos",
+    "truncated_left",
+    "elided",
+    "inserted",
+    "replaced",
+    "diverged",
+]
+ANCHOR = 4  # ids that must agree again before a later stretch counts as the parent's
+MAX_CANDIDATES = 512  # alignments tried, so that one repeated id cannot make this quadratic
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """Why a prompt does not begin with its parent's ids.
+
+    `index` is the first id that differs (the common prefix's length); `detail` one clause for a person. The
+    cause is a guess from ids alone:
+
+        none            nothing differs: the prompt begins with all of the parent's ids
+        unrelated       not even the first id agrees, and no later stretch does
+        cut_short       the prompt ends inside the parent: a rewind, or a cut on the right
+        double_bos      one more begin-of-sequence id in front, then all of the parent
+        truncated_left  the parent's first ids are gone, the rest follows at once
+        elided          a stretch inside the parent is gone, the rest follows at once
+        inserted        ids stand between two stretches of the parent, nothing is gone
+        replaced        a stretch became other ids, and the parent's end comes back after it (re-encoded text,
+                        re-serialised tool call, summary in place)
+        diverged        the prompts agree up to `index` and the rest of the parent does not come back
+    """
+
+    cause: Cause
+    index: int
+    detail: str
+
+
+def common_prefix(a: IDS, b: IDS) -> int:
+    """How many leading ids of `a` and `b` (int32 arrays) are equal."""
+    n = min(len(a), len(b))
+    differs = np.asarray(a[:n] != b[:n])
+    return int(differs.argmax()) if differs.any() else n
+
+
+def final_ids(invocation: Invocation) -> IDS:
+    """int32[n]: prompt + output, or the prompt with the output in its slots (in-place generation)."""
+    slots = invocation.output_slots
+    if slots is None:
+        return invocation.sequence_ids
+    ids = invocation.prompt_ids.copy()
+    if len(slots) == len(invocation.output_ids):
+        inside = (slots >= 0) & (slots < len(ids))
+        ids[slots[inside]] = invocation.output_ids[inside]
+    return ids
+
+
+def is_extension(parent: Invocation, child: Invocation) -> bool:
+    """Whether the child's prompt starts with the parent's final ids, at the same positions, under the same
+    visibility and media: whether a key/value cache of the parent would serve the child."""
+    return common_prefix(final_ids(parent), child.prompt_ids) == len(parent) and not state_difference(parent, child)
+
+
+def state_difference(parent: Invocation, child: Invocation) -> str | None:
+    """The first state column (other than the ids) whose part shared with the parent differs, or `None`.
+
+    A key that the parent's last query still saw may be evicted later in the child; one that was evicted
+    inside the parent must have been evicted at the same query. An array of the wrong length counts as
+    different.
+    """
+    n = len(parent)
+    parent_from, parent_until = parent.visibility()
+    child_from, child_until = child.visibility()
+    if not np.array_equal(parent.positions(), child.positions()[:n]):
+        return "position_ids"
+    if not np.array_equal(parent_from, child_from[:n]):
+        return "visible_from"
+    if not np.array_equal(parent_until, np.minimum(child_until[:n], n)):
+        return "visible_until"
+    runs = [(m.start, m.stop, m.sha256) for m in parent.media or ()]
+    kept = [(m.start, m.stop, m.sha256) for m in child.media or () if m.start < n]
+    return None if runs == kept else "media"
+
+
+def explain_difference(parent_ids: IDS, prompt_ids: IDS, bos_id: int | None = None) -> Difference:
+    """Where and probably why `prompt_ids` is no extension of `parent_ids` (the parent's final ids)."""
+    at = common_prefix(parent_ids, prompt_ids)
+    lost, new = parent_ids[at:], prompt_ids[at:]
+    if not len(lost):
+        return Difference("none", at, "the prompt begins with all of the parent's ids")
+    if not len(new):
+        return Difference("cut_short", at, f"the prompt ends {len(lost)} ids before the parent does")
+    if bos_id is not None and _is_double_bos(parent_ids, prompt_ids, bos_id):
+        return Difference("double_bos", at, f"begin-of-sequence id {bos_id} stands twice in front")
+    gap = _find(new, lost)
+    if gap is not None:
+        return Difference("inserted", at, f"{gap} ids stand in front of the parent's id {at}")
+    kept = _overlap(lost, new)
+    if kept:
+        gone = len(lost) - kept
+        if at == 0:
+            return Difference("truncated_left", at, f"the parent's first {gone} ids are gone, the rest follows")
+        return Difference("elided", at, f"the parent's ids {at} to {at + gone - 1} are gone, the rest follows")
+    middle = _replaced_middle(lost, new)
+    if middle is not None:
+        return Difference("replaced", at, f"{middle[0]} ids of the parent became {middle[1]} others, then it goes on")
+    if at == 0:
+        return Difference("unrelated", at, "the prompt shares nothing with the parent from the first id on")
+    return Difference("diverged", at, f"the parent's last {len(lost)} ids do not come back")
+
+
+def _is_double_bos(parent_ids: IDS, prompt_ids: IDS, bos_id: int) -> bool:
+    doubled = len(prompt_ids) > 1 and prompt_ids[0] == prompt_ids[1] == bos_id
+    return bool(doubled and common_prefix(parent_ids, prompt_ids[1:]) == len(parent_ids))
+
+
+def _overlap(lost: IDS, new: IDS) -> int:
+    """The most trailing ids of `lost` (not all) with which `new` begins; 0 = too few to mean anything."""
+    starts = np.flatnonzero(lost[1:] == new[0]) + 1
+    starts = starts[len(lost) - starts <= len(new)]
+    for start in starts[:MAX_CANDIDATES]:
+        kept = len(lost) - int(start)
+        if np.array_equal(lost[start:], new[:kept]) and (kept >= ANCHOR or len(lost) <= 2 * ANCHOR):
+            return kept
+    return 0
+
+
+def _find(new: IDS, lost: IDS) -> int | None:
+    """Where all of `lost` comes back in `new`; a short `lost` counts only close by."""
+    starts = np.flatnonzero(new == lost[0])
+    starts = starts[starts + len(lost) <= len(new)]
+    for start in starts[:MAX_CANDIDATES]:
+        near = len(lost) >= ANCHOR or start <= len(lost)
+        if near and np.array_equal(new[start : start + len(lost)], lost):
+            return int(start)
+    return None
+
+
+def _replaced_middle(lost: IDS, new: IDS) -> tuple[int, int] | None:
+    """(ids gone, ids that stand there instead) if `lost` ends with a stretch that comes back in `new`.
+
+    A short `lost` may come back with its last id alone, but then close by.
+    """
+    short = len(lost) <= 2 * ANCHOR
+    anchor = 1 if short else ANCHOR
+    reach = new[: 2 * len(lost)] if short else new
+    if len(lost) <= anchor or len(reach) < anchor:
+        return None
+    windows: NDArray[np.bool_] = (sliding_window_view(reach, anchor) == lost[-anchor:]).all(axis=1)
+    best: tuple[int, int] | None = None
+    for start in np.flatnonzero(windows)[:MAX_CANDIDATES]:
+        back = _common_suffix(lost[:-anchor], new[:start])
+        gone, instead = len(lost) - anchor - back, int(start) - back
+        if best is None or gone < best[0]:
+            best = gone, instead
+    return best
+
+
+def _common_suffix(a: IDS, b: IDS) -> int:
+    return common_prefix(a[::-1], b[::-1])

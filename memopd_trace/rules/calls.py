@@ -1,0 +1,188 @@
+"""Rules about how a call ran: where it stopped, which weights sampled it, which experts it used."""
+
+# ruff: noqa: D103 - each function's entry says what it checks
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from memopd_trace.metadata import Model
+from memopd_trace.rules.batch import Batch, Bools, Ints
+from memopd_trace.rules.files import FileContext
+from memopd_trace.rules.registry import Hit, rule
+
+
+def _stop_ids(model: Model) -> list[int]:
+    return [*model.tokenizer.stop_ids, *model.tokenizer.eos_ids]
+
+
+def _no_stop_ids(file: FileContext) -> str | None:
+    known = any(_stop_ids(m) for m in file.metadata.models.values())
+    return None if known else "no model's tokenizer names eos_ids or stop_ids"
+
+
+def _is_stop(b: Batch) -> tuple[Bools, Bools]:
+    """([M] the output id stops its model, [B] the model's stop ids are known)."""
+    ids = b.lists("output_ids").values
+    stops, known = np.zeros(len(ids), bool), np.zeros(len(b), bool)
+    for name, model in b.metadata.models.items():
+        own = b.equals("model_id", name)
+        if _stop_ids(model) and own.any():
+            known |= own
+            stops |= own[b.row_of_output] & np.isin(ids, _stop_ids(model))
+    return stops, known
+
+
+def _last_token(b: Batch) -> Bools:
+    """[M]: the last output token of its row."""
+    return b.index_of_output == b.output_lengths[b.row_of_output] - 1
+
+
+@rule(
+    "W-STOP-MISSING",
+    "a call that stopped does not end in a stop id",
+    phase="batch",
+    clause="Where `finish_reason` is `stop`, the last output id SHOULD be one of `eos_ids` or `stop_ids`.",
+    columns=("finish_reason", "output_ids", "output_slots", "model_id"),
+    needs=("finish_reason",),
+    hint="engines drop the stop id from their answer; without it the policy is never trained to stop",
+    unless=_no_stop_ids,
+)
+def stop_missing(b: Batch) -> Iterator[Hit]:
+    stops, known = _is_stop(b)
+    stopped = b.equals("finish_reason", "stop") & known & ~b.given("output_slots")
+    bad = stopped[b.row_of_output] & _last_token(b) & ~stops
+    what = "ends the output and is no stop id"
+    yield from b.output_hits(bad, "output_ids", what, b.lists("output_ids").values, expected="an eos or stop id")
+
+
+@rule(
+    "W-IDS-AFTER-STOP",
+    "ids follow a stop id in the output",
+    phase="batch",
+    clause="A stop id SHOULD occur only at the end of `output_ids`.",
+    columns=("output_ids", "output_slots", "model_id"),
+    needs=("output_ids",),
+    hint="padding that was kept, or tokens of a batch that ran on; what was not sampled does not belong here",
+    unless=_no_stop_ids,
+)
+def ids_after_stop(b: Batch) -> Iterator[Hit]:
+    stops, _ = _is_stop(b)
+    bad = stops & ~_last_token(b) & ~b.given("output_slots")[b.row_of_output]
+    what = "is a stop id with ids behind it"
+    yield from b.output_hits(bad, "output_ids", what, b.lists("output_ids").values, expected="a stop id last")
+
+
+def _oldest_version(b: Batch) -> tuple[Ints, Bools]:
+    """([B] the oldest version that sampled a token, [B] it is known)."""
+    versions, known = b.numbers("policy_version").astype(np.int64), b.given("policy_version")
+    tokens = b.output("output_policy_versions")
+    oldest = np.full(len(b), np.iinfo(np.int64).max)
+    np.minimum.at(oldest, b.row_of_output[tokens.given], tokens.values[tokens.given])
+    spans = oldest < np.iinfo(np.int64).max
+    return np.where(spans, oldest, versions), known | spans
+
+
+@rule(
+    "E-POLICY-VERSION",
+    "the row's policy version is not that of its last token",
+    phase="batch",
+    clause="Where both are given, `policy_version` MUST equal the last item of `output_policy_versions`.",
+    columns=("policy_version", "output_policy_versions", "output_ids"),
+    needs=("output_policy_versions",),
+    hint="policy_version names the weights that ended the call; the list says which sampled each token",
+)
+def policy_version(b: Batch) -> Iterator[Hit]:
+    tokens = b.output("output_policy_versions")
+    row_version = b.numbers("policy_version").astype(np.int64)[b.row_of_output]
+    given = b.given("policy_version")[b.row_of_output]
+    bad = tokens.given & given & _last_token(b) & (tokens.values != row_version)
+    what = "is the last token's version, policy_version is another"
+    yield from b.output_hits(bad, "output_policy_versions", what, tokens.values, expected="policy_version")
+
+
+@rule(
+    "W-VERSION-DECREASES",
+    "policy versions go back within a call",
+    phase="batch",
+    clause="`output_policy_versions` SHOULD NOT decrease.",
+    columns=("output_policy_versions", "output_ids"),
+    needs=("output_policy_versions",),
+)
+def version_decreases(b: Batch) -> Iterator[Hit]:
+    tokens = b.output("output_policy_versions")
+    bad = np.zeros(len(tokens.values), bool)
+    bad[1:] = (tokens.values[1:] < tokens.values[:-1]) & tokens.given[1:]
+    bad &= b.index_of_output > 0
+    yield from b.output_hits(bad, "output_policy_versions", "is older than the one before", tokens.values)
+
+
+@rule(
+    "E-KV-VERSION",
+    "reused keys and values are newer than the policy",
+    phase="batch",
+    clause="`kv_policy_version` MUST NOT exceed the oldest version that sampled a token of the row.",
+    columns=("kv_policy_version", "policy_version", "output_policy_versions", "output_ids"),
+    needs=("kv_policy_version",),
+)
+def kv_version(b: Batch) -> Iterator[Hit]:
+    oldest, known = _oldest_version(b)
+    bad = b.given("kv_policy_version") & known & (b.numbers("kv_policy_version") > oldest)
+    yield from b.row_hits(bad, "kv_policy_version", "newer than the policy", expected="at most the policy version")
+
+
+@rule(
+    "W-KV-STALE",
+    "the call reused keys and values of older weights",
+    phase="batch",
+    clause="`kv_policy_version` SHOULD equal the policy version.",
+    columns=("kv_policy_version", "policy_version", "output_policy_versions", "output_ids"),
+    needs=("kv_policy_version",),
+    hint="no single policy gives these logprobs; clear the engine's prefix cache when weights change",
+)
+def kv_stale(b: Batch) -> Iterator[Hit]:
+    oldest, known = _oldest_version(b)
+    kv = b.numbers("kv_policy_version").astype(np.int64)
+    for row in np.flatnonzero(b.given("kv_policy_version") & known & (kv < oldest)):
+        message = f"keys and values are {oldest[row] - kv[row]} versions old"
+        yield Hit(int(row), message, "kv_policy_version", str(oldest[row]), str(kv[row]))
+
+
+def _no_routing(file: FileContext) -> str | None:
+    known = any(m.num_moe_layers and m.experts_per_token for m in file.metadata.models.values())
+    return None if known else "no model gives num_moe_layers and experts_per_token"
+
+
+@rule(
+    "E-ROUTED-LENGTH",
+    "the routed experts do not cover the call",
+    phase="batch",
+    clause="`routed_experts` MUST hold (n - 1) x `num_moe_layers` x `experts_per_token` ids.",
+    columns=("routed_experts", "prompt_ids", "output_ids", "output_slots", "model_id"),
+    needs=("routed_experts",),
+    hint="one entry per input position; the last token is never an input",
+    unless=_no_routing,
+)
+def routed_length(b: Batch) -> Iterator[Hit]:
+    each = b.per_model(lambda m: (m.num_moe_layers or 0) * (m.experts_per_token or 0), 0)
+    routed = b.lists("routed_experts")
+    want = np.maximum(b.sequence_lengths - 1, 0) * each
+    for row in np.flatnonzero(routed.given & (each > 0) & (routed.lengths != want)):
+        message = f"{routed.lengths[row]} expert ids for {b.sequence_lengths[row]} tokens"
+        yield Hit(int(row), message, "routed_experts", str(want[row]), str(routed.lengths[row]))
+
+
+@rule(
+    "E-ROUTED-ID",
+    "an expert that the model does not have",
+    phase="batch",
+    clause="Every item of `routed_experts` MUST be from 0 to the model's `num_experts` - 1.",
+    columns=("routed_experts", "model_id"),
+    needs=("routed_experts",),
+)
+def routed_id(b: Batch) -> Iterator[Hit]:
+    routed = b.lists("routed_experts")
+    limit = np.repeat(b.per_model(lambda m: m.num_experts, np.iinfo(np.int16).max + 1), routed.lengths)
+    bad = (routed.values < 0) | (routed.values >= limit)
+    yield from b.item_hits(bad, "routed_experts", "is no expert of the model", expected="0 to num_experts - 1")

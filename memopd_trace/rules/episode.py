@@ -1,0 +1,70 @@
+"""`Run`: the rows of one episode as rules see them, and `EpisodesSeen`, all that is kept of earlier ones."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass, field
+
+from memopd_trace.invocation import Invocation
+from memopd_trace.metadata import Model, TraceMetadata
+
+
+@dataclass(slots=True)
+class Run:
+    """Neighbouring rows of one file with one `episode_id`, in file order. `rows` are their row numbers.
+
+    `unsound` = a row is missing here because a required cell is null, or the keys are broken.
+    """
+
+    episode_id: str
+    metadata: TraceMetadata
+    invocations: list[Invocation] = field(default_factory=list)
+    rows: list[int] = field(default_factory=list)
+    unsound: bool = False
+    _by_index: dict[int, Invocation] = field(default_factory=dict)
+
+    def add(self, row: int, invocation: Invocation) -> None:
+        """Add the next row."""
+        self.rows.append(row)
+        self.invocations.append(invocation)
+        self._by_index.setdefault(invocation.invocation_index, invocation)
+
+    def earlier(self, invocation: Invocation, index: int | None) -> Invocation | None:
+        """The invocation `index` of this episode, if it comes before `invocation`."""
+        if index is None or index >= invocation.invocation_index:
+            return None
+        return self._by_index.get(index)
+
+    def parent(self, invocation: Invocation) -> Invocation | None:
+        """The recorded parent, if it is an earlier row."""
+        return self.earlier(invocation, invocation.parent_index)
+
+    def model(self, invocation: Invocation) -> Model | None:
+        """The metadata of the row's model, if it is known."""
+        return self.metadata.models.get(invocation.model_id)
+
+
+class EpisodesSeen:
+    """The episodes of a trace that have passed: a digest and two numbers for each (about 200 bytes)."""
+
+    def __init__(self) -> None:
+        self._rows: dict[bytes, tuple[int, int]] = {}
+
+    def next_index(self, episode_id: str) -> int:
+        """The index that would go on with this episode; 0 = it was not seen."""
+        return self._rows.get(_key(episode_id), (0, 0))[0]
+
+    def add(self, run: Run, file: int) -> bool:
+        """Remember a run of file number `file`; whether its episode is new in that file."""
+        key = _key(run.episode_id)
+        before = self._rows.get(key)
+        top = max((i.invocation_index + 1 for i in run.invocations), default=1)
+        self._rows[key] = max(top, 1, before[0] if before else 0), file
+        return before is None or before[1] != file
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+
+def _key(episode_id: str) -> bytes:
+    return hashlib.blake2b(episode_id.encode(), digest_size=16).digest()

@@ -1,0 +1,249 @@
+"""Build the test vectors into trace files, with nothing but pyarrow and the standard library.
+
+    python build.py OUT_FOLDER [NAME...]
+
+`README.md` describes a vector. Another implementation of the format can use this script as it is, or read the
+JSON directly: nothing here imports the reference implementation.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import json
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+HERE = Path(__file__).parent
+
+# The columns' types as the specification states them (written again here, on purpose).
+TYPES = {
+    "episode_id": "string",
+    "invocation_index": "int32",
+    "model_id": "dictionary<string>",
+    "prompt_ids": "list<int32>",
+    "output_ids": "list<int32>",
+    "parent_index": "int32",
+    "relation": "dictionary<string>",
+    "rewrite_kind": "dictionary<string>",
+    "rewrite_evidence": "dictionary<string>",
+    "segments": "list<struct<start:int32,stop:int32,kind:string,source_index:int32,source_start:int32>>",
+    "group_id": "string",
+    "task_id": "string",
+    "agent_id": "string",
+    "attempt": "int32",
+    "accepted": "bool",
+    "position_ids": "list<int32>",
+    "visible_from": "list<int32>",
+    "visible_until": "list<int32>",
+    "output_slots": "list<int32>",
+    "media": "list<struct<start:int32,stop:int32,sha256:binary32,mime:string,uri:string>>",
+    "state_digest": "binary32",
+    "output_logprobs": "list<float32>",
+    "logprob_kind": "dictionary<string>",
+    "output_kept_logmass": "list<float32>",
+    "output_sampled": "list<bool>",
+    "output_loss_mask": "list<bool>",
+    "sampling": "struct<temperature:float64,top_p:float64,top_k:int32,min_p:float64,"
+    "repetition_penalty:float64,seed:int64>",
+    "policy_version": "int64",
+    "output_policy_versions": "list<int64>",
+    "kv_policy_version": "int64",
+    "routed_experts": "list<int16>",
+    "finish_reason": "dictionary<string>",
+    "token_source": "dictionary<string>",
+    "reward": "float64",
+    "rewards": "map<string,float64>",
+    "terminated": "bool",
+    "truncated": "bool",
+    "prompt_text": "string",
+    "output_text": "string",
+    "messages": "string",
+    "started_at": "timestamp",
+    "ended_at": "timestamp",
+    "extra": "map<string,string>",
+}
+PLAIN = {
+    "string": pa.string(),
+    "large_string": pa.large_string(),
+    "string_view": pa.string_view(),
+    "bool": pa.bool_(),
+    "int8": pa.int8(),
+    "int16": pa.int16(),
+    "int32": pa.int32(),
+    "int64": pa.int64(),
+    "float16": pa.float16(),
+    "float32": pa.float32(),
+    "float64": pa.float64(),
+    "binary32": pa.binary(32),
+    "timestamp": pa.timestamp("us", tz="UTC"),
+}
+
+
+def load(path: Path) -> dict[str, Any]:
+    """A vector with its base filled in: `metadata`, `rows` and every other key."""
+    vector: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    if "base" not in vector:
+        return vector
+    base = load(HERE / "valid" / f"{vector['base']}.json")
+    whole = {**base, **vector}
+    whole["metadata"] = merge(base["metadata"], vector.get("metadata", {}))
+    rows = copy.deepcopy(base["rows"])
+    for row, changes in vector.get("set", {}).items():
+        rows[int(row)].update(changes)
+    rows += vector.get("append", [])
+    whole["rows"] = [rows[i] for i in vector.get("order", range(len(rows)))]
+    return whole
+
+
+def build(vector: dict[str, Any], folder: Path, name: str) -> Path:
+    """Write a loaded vector under `folder` and return the path to give to a validator."""
+    storage = vector.get("storage", "parquet")
+    if vector.get("absent"):
+        return folder / f"{name}.parquet"
+    if storage == "folder":
+        return _build_folder(vector, folder / name)
+    path = folder / (f"{name}.arrow" if storage == "ipc" else f"{name}.parquet")
+    table = to_table(vector, vector["rows"], vector["metadata"])
+    if storage == "ipc":
+        with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_file(sink, table.schema) as writer:
+            writer.write_table(table)
+    else:
+        pq.write_table(table, path)
+    _damage(path, vector.get("damage", {}))
+    return path
+
+
+def to_table(vector: dict[str, Any], rows: list[dict[str, Any]], metadata: Any) -> pa.Table:
+    """The rows as an Arrow table; a column that no row names is absent."""
+    types = {**TYPES, **vector.get("types", {})}
+    used = (
+        {name for row in vector["rows"] for name in row} | set(vector.get("types", {})) | set(vector.get("empty", ()))
+    )
+    names = [n for n in types if n in used and n not in vector.get("drop", ())]
+    names += vector.get("repeat", [])
+    arrays = []
+    for name in names:
+        kind = parse_type(types[name])
+        arrays.append(to_array([decode(row.get(name), kind) for row in rows], kind))
+    raw = vector.get("raw_metadata", json.dumps(metadata))
+    schema = pa.schema(
+        [pa.field(n, a.type) for n, a in zip(names, arrays, strict=True)],
+        metadata=None if raw is None else {"memopd_trace": raw},
+    )
+    return pa.Table.from_arrays(arrays, schema=schema)
+
+
+def parse_type(text: str) -> pa.DataType:
+    """`list<int32>`, `struct<a:int32,b:string>` and the like as an Arrow type."""
+    if text in PLAIN:
+        return PLAIN[text]
+    match = re.fullmatch(r"(\w+)<(.*)>", text)
+    if match is None:
+        raise ValueError(f"unknown type {text}")
+    outer, inner = match.groups()
+    if outer == "dictionary":
+        return pa.dictionary(pa.int32(), parse_type(inner))
+    if outer in ("list", "large_list", "list_view"):
+        item, _, label = inner.partition("|")  # list<int32|element> names the item field
+        make = {"list": pa.list_, "large_list": pa.large_list, "list_view": pa.list_view}[outer]
+        return make(pa.field(label or "item", parse_type(item)))
+    parts = inner.split(",")
+    if outer == "map":
+        return pa.map_(parse_type(parts[0]), parse_type(parts[1]))
+    if outer == "struct":
+        return pa.struct([pa.field(p.split(":")[0], parse_type(p.split(":")[1])) for p in parts])
+    raise ValueError(f"unknown type {text}")
+
+
+def decode(value: Any, kind: pa.DataType) -> Any:
+    """A JSON value as Python value: hex for binary, "NaN" and "-Infinity" for floats, pairs for maps."""
+    if value is None:
+        return None
+    if pa.types.is_fixed_size_binary(kind):
+        return bytes.fromhex(value)
+    if pa.types.is_floating(kind):
+        return float(value)
+    if pa.types.is_map(kind):
+        return [(k, decode(v, kind.item_type)) for k, v in value.items()]
+    if pa.types.is_struct(kind):
+        return {f.name: decode(value.get(f.name), f.type) for f in kind}
+    if isinstance(value, list):
+        return [decode(v, kind.value_type) for v in value]
+    return value
+
+
+def to_array(values: list[Any], kind: pa.DataType) -> pa.Array:
+    """An Arrow array; half floats and dictionaries by way of the type they are made from."""
+    if pa.types.is_dictionary(kind):
+        return pa.array(values, kind.value_type).dictionary_encode()
+    if pa.types.is_list(kind) and pa.types.is_float16(kind.value_type):
+        return pa.array(values, pa.list_(pa.float32())).cast(kind)
+    return pa.array(values, kind)
+
+
+def merge(target: Any, patch: Any) -> Any:
+    """JSON merge patch: null deletes a key, objects merge, anything else replaces."""
+    if not isinstance(patch, dict) or not isinstance(target, dict):
+        return copy.deepcopy(patch)
+    out = {k: v for k, v in target.items() if k not in patch}
+    out.update({k: merge(target.get(k), v) for k, v in patch.items() if v is not None})
+    return out
+
+
+def _build_folder(vector: dict[str, Any], folder: Path) -> Path:
+    folder.mkdir(parents=True)
+    rows, files = list(vector["rows"]), []
+    for number, size in enumerate(vector["parts"]):
+        path = folder / f"part-{number:05d}.parquet"
+        part, rows = rows[:size], rows[size:]
+        metadata = merge(vector["metadata"], vector.get("part_metadata", {}).get(str(number), {}))
+        pq.write_table(to_table(vector, part, metadata), path)
+        episodes = len({row["episode_id"] for row in part})
+        digest = hashlib.sha256(path.read_bytes()).hexdigest()
+        files.append({"name": path.name, "rows": size, "episodes": episodes, "sha256": digest})
+    manifest: Any = {
+        "format": "memopd-trace",
+        "spec_version": vector["metadata"]["spec_version"],
+        "files": files,
+        "rows": sum(f["rows"] for f in files),
+        "episodes": len({row["episode_id"] for row in vector["rows"]}),
+        "complete": True,
+    }
+    for number, changes in vector.get("part_manifest", {}).items():
+        files[int(number)].update(changes)
+    for name in vector.get("stray", ()):
+        (folder / name).write_bytes((folder / files[0]["name"]).read_bytes())
+    for name in vector.get("remove", ()):
+        (folder / name).unlink()
+    if vector.get("manifest", {}) is not None:
+        (folder / "manifest.json").write_text(json.dumps(merge(manifest, vector.get("manifest", {}))))
+    return folder
+
+
+def _damage(path: Path, damage: dict[str, Any]) -> None:
+    """`keep`: the first part of the bytes only; `content`: other bytes altogether (hex)."""
+    data = path.read_bytes()
+    if "keep" in damage:
+        path.write_bytes(data[: int(len(data) * damage["keep"])])
+    if "content" in damage:
+        path.write_bytes(bytes.fromhex(damage["content"]))
+
+
+def main(arguments: list[str]) -> None:
+    """Build all vectors, or those named, into a folder."""
+    out, names = Path(arguments[0]), set(arguments[1:])
+    for kind in ("valid", "invalid"):
+        (out / kind).mkdir(parents=True, exist_ok=True)
+        for path in sorted((HERE / kind).glob("*.json")):
+            if not names or path.stem in names:
+                print(build(load(path), out / kind, path.stem))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

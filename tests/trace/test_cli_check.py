@@ -1,0 +1,134 @@
+"""`validate`, `explain` and `codes` on the command line: what goes where, and the exit codes."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from helpers_trace import build, changed, valid
+
+from memopd_trace.cli import run
+from memopd_trace.rules import RULES, codes_json
+
+Capture = pytest.CaptureFixture[str]
+
+
+@pytest.fixture
+def good(tmp_path: Path) -> str:
+    return str(build(valid("train"), tmp_path, "good"))
+
+
+@pytest.fixture
+def bad(tmp_path: Path) -> str:
+    return str(build(changed("train", (0, {"output_logprobs": [-0.7, "NaN", -1.6]})), tmp_path, "bad"))
+
+
+@pytest.fixture
+def doubtful(tmp_path: Path) -> str:
+    return str(build(changed("train", (0, {"kv_policy_version": 1})), tmp_path, "doubtful"))
+
+
+def test_a_clean_trace_exits_0_and_ends_in_totals(good: str, capsys: Capture) -> None:
+    assert run(["validate", good, "--profile", "train"]) == 0
+    out, err = capsys.readouterr()
+    assert out.splitlines()[-1].startswith("0 errors, 0 warnings; 4 rows, 2 episodes; profile train: ")
+    assert err == ""
+
+
+def test_a_finding_exits_1_and_is_one_line_with_its_place(bad: str, capsys: Capture) -> None:
+    assert run(["validate", bad]) == 1
+    first, expected, actual, hint, *_ = capsys.readouterr().out.splitlines()
+    assert first == f"{bad}:0: error[E-LOGPROB-NAN] output_logprobs[1] is NaN (episode 'e0', invocation 0)"
+    assert expected.split() == ["expected:", "a", "number", "or", "null"]
+    assert actual.split() == ["actual:", "nan"]
+    assert hint.strip().startswith("hint:")
+
+
+def test_warnings_fail_only_when_asked_to(doubtful: str, capsys: Capture) -> None:
+    assert run(["validate", doubtful]) == 0
+    assert "warning[W-KV-STALE]" in capsys.readouterr().out
+    assert run(["validate", doubtful, "--fail-on", "warning"]) == 1
+    assert run(["validate", doubtful, "--fail-on", "warning", "--ignore", "W-*"]) == 0
+
+
+@pytest.mark.parametrize("format", ["text", "json"])
+def test_the_exit_code_does_not_depend_on_the_format(format: str, good: str, bad: str, capsys: Capture) -> None:
+    assert run(["validate", good, "--format", format]) == 0
+    assert run(["validate", good, bad, "--format", format]) == 1
+    assert run(["validate", good, bad, "--format", format, "--exit-zero"]) == 0
+    assert run(["validate", good, bad + ".gone", "--format", format, "--exit-zero"]) == 3
+    out, err = capsys.readouterr()
+    assert "E-NO-INPUT" in out and err == ""
+
+
+def test_json_is_one_document_on_stdout_or_in_a_file(bad: str, tmp_path: Path, capsys: Capture) -> None:
+    assert run(["validate", bad, "--format", "json", "--profile", "policy"]) == 1
+    printed = json.loads(capsys.readouterr().out)
+    assert (printed["report_version"], printed["profile"], printed["errors"]) == ("1", "policy", 1)
+    file = tmp_path / "new" / "report.json"
+    assert run(["validate", bad, "--format", "json", "--profile", "policy", "-o", str(file)]) == 1
+    assert json.loads(file.read_text()) == printed
+    assert capsys.readouterr().out == ""
+
+
+def test_options_that_may_be_repeated(bad: str, capsys: Capture) -> None:
+    assert run(["validate", bad, "--select", "E-LOGPROB-INF", "--select", "E-INDEX"]) == 0
+    assert "2 rules run" in capsys.readouterr().out
+    assert run(["validate", bad, "--ignore", "W-*", "--ignore", "E-LOGPROB-NAN"]) == 0
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["validate"],
+        ["validate", "x", "--profile", "strict"],
+        ["validate", "x", "--ignore", "E-NOTHING"],
+        ["validate", "x", "--max-findings", "-1"],
+        ["explain", "E-DISCONTINUTY"],
+    ],
+)
+def test_a_wrong_call_exits_2_with_one_line(arguments: list[str], capsys: Capture) -> None:
+    assert run(arguments) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and len(err.splitlines()) == 1
+
+
+def test_explain_prints_the_page_and_suggests_the_nearest_code(capsys: Capture) -> None:
+    assert run(["explain", "e-discontinuity"]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith(RULES["E-DISCONTINUITY"].page)
+    assert "Profiles: core, lineage, policy, train. Severity: error." in out
+    assert run(["explain", "E-DISCONTINUTY"]) == 2
+    assert "did you mean E-DISCONTINUITY" in capsys.readouterr().err
+
+
+def test_codes_lists_what_a_profile_turns_on(capsys: Capture) -> None:
+    assert run(["codes"]) == 0
+    everything = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in everything] == list(RULES)
+    assert run(["codes", "--profile", "core"]) == 0
+    core = capsys.readouterr().out.splitlines()
+    assert {line.split()[0] for line in everything} - {line.split()[0] for line in core} == {
+        c for c in RULES if c.startswith("E-NEEDS-")
+    }
+    assert run(["codes", "--format", "json"]) == 0
+    assert capsys.readouterr().out == codes_json()
+
+
+def test_a_report_that_cannot_be_written_is_one_line(good: str, tmp_path: Path, capsys: Capture) -> None:
+    (tmp_path / "file").write_text("")
+    assert run(["validate", good, "-o", str(tmp_path / "file" / "report.txt")]) == 3
+    assert len(capsys.readouterr().err.splitlines()) == 1
+
+
+def test_the_installed_command_works_and_needs_no_torch(bad: str) -> None:
+    script = (
+        "import sys; from memopd_trace.cli import run; code = run(sys.argv[1:]);"
+        "assert 'torch' not in sys.modules; sys.exit(code)"
+    )
+    done = subprocess.run([sys.executable, "-c", script, "validate", bad], capture_output=True, text=True, check=False)
+    assert done.returncode == 1, done.stderr
+    assert "error[E-LOGPROB-NAN]" in done.stdout and done.stderr == ""

@@ -1,0 +1,278 @@
+"""What is written is what is read, whole or not at all."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from datetime import UTC
+from pathlib import Path
+
+import duckdb
+import numpy as np
+import polars
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from memopd_trace.errors import InputError, UsageError
+from memopd_trace.invocation import Invocation, Media, Sampling, Segment
+from memopd_trace.metadata import Model, Producer, Tokenizer, TraceMetadata
+from memopd_trace.schema import COLUMN
+from memopd_trace.storage import TraceWriter, read, write
+
+TOKENIZER = Tokenizer(fingerprint="f" * 64, size=100, vocab_size=128, eos_ids=[2])
+METADATA = TraceMetadata(producer=Producer(name="tests"), models={"m": Model(name="m", tokenizer=TOKENIZER)})
+FORMATS = ["t.parquet", "t.arrow", "folder"]
+
+
+def row(index: int = 0, episode: str = "e", **fields: object) -> Invocation:
+    base: dict[str, object] = {"model_id": "m", "prompt_ids": [1, 2], "output_ids": [3]}
+    return Invocation(episode_id=episode, invocation_index=index, **{**base, **fields})  # type: ignore[arg-type]
+
+
+def same(a: Invocation, b: Invocation) -> bool:
+    """Every field equal, nulls included; a digest that was not given has been computed."""
+    for name in COLUMN:
+        x, y = getattr(a, name), getattr(b, name)
+        if name == "state_digest":
+            x = x or a.compute_digest()
+        if (x is None) != (y is None):
+            return False
+        if isinstance(x, np.ma.MaskedArray):
+            if not np.array_equal(np.ma.getmaskarray(x), np.ma.getmaskarray(y)):
+                return False
+            if not np.array_equal(x.filled(0), y.filled(0), equal_nan=True):
+                return False
+        elif isinstance(x, np.ndarray):
+            if x.dtype != y.dtype or not np.array_equal(x, y):
+                return False
+        elif name in ("segments", "media") and x is not None:
+            if tuple(x) != tuple(y):
+                return False
+        elif x != y:
+            return False
+    return True
+
+
+def optional(values: st.SearchStrategy[object]) -> st.SearchStrategy[object]:
+    return st.one_of(st.none(), values)
+
+
+int32 = st.integers(-(2**31), 2**31 - 1)
+ids = st.lists(int32, max_size=5)
+text = st.text(st.characters(exclude_categories=["Cs"]), max_size=5)
+floats = st.floats(width=32, allow_nan=True)
+
+
+@st.composite
+def rows(draw: st.DrawFn) -> list[Invocation]:
+    found = []
+    for episode in range(draw(st.integers(1, 3))):
+        for index in range(draw(st.integers(1, 3))):
+            fields = {
+                "prompt_ids": draw(ids),
+                "output_ids": draw(ids),
+                "parent_index": draw(optional(int32)),
+                "relation": draw(optional(text)),
+                "group_id": draw(optional(text)),
+                "accepted": draw(optional(st.booleans())),
+                "position_ids": draw(optional(ids)),
+                "output_logprobs": draw(optional(st.lists(optional(floats), max_size=4))),
+                "output_sampled": draw(optional(st.lists(st.booleans(), max_size=4))),
+                "output_policy_versions": draw(optional(st.lists(st.integers(-(2**63), 2**63 - 1), max_size=3))),
+                "segments": draw(
+                    optional(st.lists(st.builds(Segment, int32, int32, text, optional(int32), optional(int32)), max_size=2))
+                ),
+                "media": draw(
+                    optional(st.lists(st.builds(Media, int32, int32, st.binary(min_size=32, max_size=32)), max_size=2))
+                ),
+                "sampling": draw(optional(st.builds(Sampling, optional(st.floats(allow_nan=False)), seed=optional(int32)))),
+                "reward": draw(optional(st.floats(allow_nan=False))),
+                "rewards": draw(optional(st.dictionaries(text, st.floats(allow_nan=False), max_size=2))),
+                "extra": draw(optional(st.dictionaries(text, text, max_size=2))),
+                "output_text": draw(optional(text)),
+                "started_at": draw(optional(st.datetimes(timezones=st.just(UTC)))),
+            }
+            found.append(row(index, f"e{episode}", **fields))
+    return found
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=rows())
+def test_every_value_and_null_survives(name: str, data: list[Invocation], tmp_path: Path) -> None:
+    path = tmp_path / name
+    if path.is_dir():
+        for file in path.iterdir():
+            file.unlink()
+        path.rmdir()
+    write(path, METADATA, data, overwrite=True)
+    reader = read(path)
+    assert reader.metadata == METADATA
+    found = list(reader.iter_invocations())
+    assert len(found) == len(data)
+    assert all(same(a, b) for a, b in zip(data, found, strict=True))
+    assert [len(e) for e in reader.iter_episodes()] == [
+        sum(r.episode_id == e for r in data) for e in dict.fromkeys(r.episode_id for r in data)
+    ]
+
+
+def test_the_writers_defaults_are_the_measured_ones(tmp_path: Path) -> None:
+    write(tmp_path / "t.parquet", METADATA, [row(prompt_ids=list(range(1000)))])
+    chunk = pq.read_metadata(tmp_path / "t.parquet").row_group(0)
+    columns = {chunk.column(i).path_in_schema: chunk.column(i) for i in range(chunk.num_columns)}
+    assert columns["prompt_ids.list.element"].compression == "ZSTD"
+    assert "RLE_DICTIONARY" not in columns["prompt_ids.list.element"].encodings
+    assert "RLE_DICTIONARY" in columns["model_id"].encodings
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_an_exception_leaves_nothing_under_the_final_name(name: str, tmp_path: Path) -> None:
+    with pytest.raises(RuntimeError), TraceWriter(tmp_path / name, METADATA) as writer:
+        writer.write(row())
+        writer._flush()
+        raise RuntimeError
+    assert [f.name for f in tmp_path.rglob("*") if f.is_file()] == []
+
+
+def test_a_folder_is_complete_only_with_its_manifest(tmp_path: Path) -> None:
+    with TraceWriter(tmp_path / "t", METADATA, rows_per_part=3) as writer:
+        for episode in range(4):
+            for index in range(2):
+                writer.write(row(index, f"e{episode}"))
+    manifest = json.loads((tmp_path / "t" / "manifest.json").read_text())
+    assert [p["rows"] for p in manifest["files"]] == [4, 4]  # an episode is never split over parts
+    assert (manifest["rows"], manifest["episodes"], manifest["complete"]) == (8, 4, True)
+    assert [i.episode_id for i in read(tmp_path / "t").iter_invocations()] == [f"e{i // 2}" for i in range(8)]
+    (tmp_path / "t" / "part-00001.parquet").unlink()
+    with pytest.raises(InputError, match="E-INCOMPLETE.*part-00001"):
+        read(tmp_path / "t")
+    (tmp_path / "t" / "manifest.json").unlink()
+    with pytest.raises(InputError, match="E-INCOMPLETE"):
+        read(tmp_path / "t")
+
+
+def test_a_manifest_cannot_point_outside_its_folder(tmp_path: Path) -> None:
+    write(tmp_path / "t", METADATA, [row()])
+    manifest = json.loads((tmp_path / "t" / "manifest.json").read_text())
+    manifest["files"][0]["name"] = "../t/part-00000.parquet"
+    (tmp_path / "t" / "manifest.json").write_text(json.dumps(manifest))
+    with pytest.raises(InputError, match="E-INCOMPLETE"):
+        read(tmp_path / "t")
+
+
+@pytest.mark.parametrize("second", [row(1, "e"), row(0, "f"), row(0, "e")], ids=["gap", "ok", "again"])
+def test_rows_come_episode_by_episode_and_in_order(second: Invocation, tmp_path: Path) -> None:
+    with TraceWriter(tmp_path / "t.parquet", METADATA) as writer:
+        writer.write(row(0, "d"))
+        if second.episode_id == "f":
+            writer.write(second)
+            with pytest.raises(UsageError, match="not written before"):
+                writer.write(row(0, "d"))
+        elif second.invocation_index == 1:
+            with pytest.raises(UsageError, match="expected 0"):
+                writer.write(second)
+        else:
+            writer.write(second)
+            with pytest.raises(UsageError, match="expected 1"):
+                writer.write(row(2, "e"))
+
+
+def test_an_existing_target_and_an_unknown_suffix_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "t.parquet").write_text("mine")
+    with pytest.raises(UsageError, match="exists already"):
+        write(tmp_path / "t.parquet", METADATA, [row()])
+    assert (tmp_path / "t.parquet").read_text() == "mine"
+    with pytest.raises(UsageError, match=r"unknown suffix '\.json'"):
+        write(tmp_path / "t.json", METADATA, [row()])
+
+
+@pytest.mark.parametrize(
+    ("content", "code"),
+    [
+        (b"", "E-UNREADABLE"),
+        (b"{}", "E-UNREADABLE"),
+        (b"PAR1", "E-UNREADABLE"),
+        (b"PAR1" + b"\0" * 100 + b"PAR1", "E-UNREADABLE"),
+        (b"ARROW1\0\0", "E-UNREADABLE"),
+    ],
+)
+def test_what_is_no_trace_is_refused_by_code(content: bytes, code: str, tmp_path: Path) -> None:
+    (tmp_path / "t.parquet").write_bytes(content)
+    with pytest.raises(InputError, match=code):
+        read(tmp_path / "t.parquet")
+
+
+@pytest.mark.parametrize("name", ["t.parquet", "t.arrow"])
+def test_a_file_cut_anywhere_is_refused(name: str, tmp_path: Path) -> None:
+    write(tmp_path / name, METADATA, [row(prompt_ids=list(range(300)))])
+    whole = (tmp_path / name).read_bytes()
+    for length in range(0, len(whole), max(1, len(whole) // 60)):
+        (tmp_path / name).write_bytes(whole[:length])
+        with pytest.raises(InputError):
+            list(read(tmp_path / name).iter_invocations())
+
+
+def with_metadata(path: Path, **changes: object) -> Path:
+    write(path, METADATA, [row()])
+    table = pq.read_table(path)
+    metadata = {**METADATA.model_dump(), **changes}
+    pq.write_table(table.replace_schema_metadata({"memopd_trace": json.dumps(metadata)}), path)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("changes", "code"),
+    [
+        ({"spec_version": "2.0"}, "E-VERSION-MAJOR.*2.0.*1.0"),
+        ({"spec_version": "one"}, "E-META-INVALID"),
+        ({"required_features": ["telepathy"]}, "E-FEATURE-UNKNOWN.*telepathy"),
+        ({"models": {"m": {}}}, "E-META-INVALID"),
+        ({"producer": None}, "E-META-INVALID"),
+    ],
+)
+def test_metadata_that_cannot_be_trusted_is_refused(changes: dict[str, object], code: str, tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=code):
+        read(with_metadata(tmp_path / "t.parquet", **changes))
+
+
+def test_a_newer_minor_version_and_unknown_keys_are_read(tmp_path: Path) -> None:
+    reader = read(with_metadata(tmp_path / "t.parquet", spec_version="1.7", added_in_1_7={"x": 1}))
+    assert reader.metadata.spec_version == "1.7"
+    assert len(list(reader.iter_invocations())) == 1
+
+
+def test_metadata_dropped_by_another_tool_is_named(tmp_path: Path) -> None:
+    write(tmp_path / "t.parquet", METADATA, [row()])
+    polars.read_parquet(tmp_path / "t.parquet").write_parquet(tmp_path / "u.parquet")
+    with pytest.raises(InputError, match="E-META-MISSING.*dropped it on rewriting"):
+        read(tmp_path / "u.parquet")
+
+
+@pytest.mark.parametrize("tool", ["polars", "duckdb"])
+def test_columns_rewritten_by_other_tools_read_alike(tool: str, tmp_path: Path) -> None:
+    fields = {"output_logprobs": [-1.5], "rewards": {"f1": 0.5}, "segments": [Segment(0, 2, "task")], "reward": 0.5}
+    source, target = tmp_path / "t.parquet", tmp_path / "u.parquet"
+    write(source, METADATA, [row(**fields), row(1)])
+    if tool == "polars":
+        table = polars.read_parquet(source).to_arrow()
+    else:
+        table = duckdb.sql(f"select * from read_parquet('{source}')").to_arrow_table()
+    pq.write_table(pa.table(table).replace_schema_metadata(METADATA.to_schema_metadata()), target)
+    before, after = list(read(source).iter_invocations()), list(read(target).iter_invocations())
+    assert all(same(a, b) for a, b in zip(before, after, strict=True))
+
+
+def test_ids_beyond_int32_are_refused_by_the_python_view() -> None:
+    with pytest.raises(ValueError, match="prompt_ids: values do not fit int32"):
+        row(prompt_ids=[2**31])
+    with pytest.raises(ValueError, match="one dimension"):
+        row(prompt_ids=[[1, 2]])
+
+
+def test_importing_the_package_is_light() -> None:
+    program = "import sys, memopd_trace; assert not {'torch', 'transformers', 'pandas'} & set(sys.modules)"
+    assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
