@@ -12,16 +12,19 @@ from __future__ import annotations
 import os
 import sys
 import traceback
+from typing import Any
 
 import typer
 
 from memopd_trace import __version__
-from memopd_trace.cli import check
+from memopd_trace.cli import check, demo, learn, teacher
 from memopd_trace.cli.console import settings, stderr
 from memopd_trace.errors import TraceError
 
 # click itself, or the copy that newer typer carries: the same class by name either way
-_CLICK_ERROR = next(c for c in typer.BadParameter.__mro__ if c.__name__ == "ClickException")
+_CLICK_ERROR: Any = next(c for c in typer.BadParameter.__mro__ if c.__name__ == "ClickException")
+
+INTERRUPTED = "interrupted; run the same command again to go on"
 
 app = typer.Typer(
     name="memopd-trace",
@@ -51,6 +54,9 @@ def options(
 
 
 check.register(app)
+teacher.register(app)
+learn.register(app)
+demo.register(app)
 
 
 def main() -> None:
@@ -63,13 +69,15 @@ def run(arguments: list[str]) -> int:
     try:
         result = app(arguments or ["--help"], standalone_mode=False)
         sys.stdout.flush()
+        if result == 130:  # typer makes this of a KeyboardInterrupt
+            return _fail(INTERRUPTED, 130)
         return result if isinstance(result, int) else 0
     except TraceError as error:
         return _fail(str(error), error.exit_code)
     except _CLICK_ERROR as error:
-        return _fail(error.format_message(), 2)  # type: ignore[attr-defined]
+        return _fail(error.format_message(), 2)
     except (KeyboardInterrupt, typer.Abort):
-        return _fail("interrupted; run the same command again to go on", 130)
+        return _fail(INTERRUPTED, 130)
     except BrokenPipeError:
         sys.stdout = open(os.devnull, "w")  # noqa: PTH123, SIM115 - nobody reads stdout any more
         return 0

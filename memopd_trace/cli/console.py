@@ -23,9 +23,7 @@ settings = Settings()
 
 def stderr(quiet: bool | None = None) -> Console:
     """A console on stderr; silent under `--quiet` unless told otherwise."""
-    return Console(
-        stderr=True, quiet=settings.quiet if quiet is None else quiet, highlight=False, soft_wrap=True
-    )
+    return Console(stderr=True, quiet=settings.quiet if quiet is None else quiet, highlight=False, soft_wrap=True)
 
 
 def notice(message: str) -> None:

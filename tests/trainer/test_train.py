@@ -1,0 +1,562 @@
+"""The trainer's invariants, on tiny models: exact in float64, bit for bit where it says so."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import pickle
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from helpers_scorer import SIZE, metadata_for, save_model, tiny_model
+from helpers_trainer import Setup, equal_weights, exact_model, make_setup, rewarded_groups, with_behaviour
+from torch import Tensor
+from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
+
+from memopd_scorer.plan import LAYOUTS, Pack
+from memopd_scorer.score import score
+from memopd_scorer.store import ScoresReader
+from memopd_scorer.teacher import load_model
+from memopd_trace.errors import CheckFailed, InputError, UsageError
+from memopd_trace.invocation import Episode, Invocation, Sampling
+from memopd_trace.record.fingerprint import tokenizer_fingerprint
+from memopd_trace.storage import write
+from memopd_trainer import checkpoint as checkpoint_module
+from memopd_trainer import evaluate_kl, train
+from memopd_trainer.advantages import group_advantages, trained_mask
+from memopd_trainer.batch import load_rollouts, make_packs
+from memopd_trainer.config import TrainConfig
+from memopd_trainer.metrics import StepMetrics, StepSums
+from memopd_trainer.student import Student, student_of
+from memopd_trainer.train import draw_groups, pack_loss
+
+Gradients = dict[str, Tensor]
+
+
+def whole_loss(
+    config: TrainConfig, layout: str, max_tokens: int = 8192, *, exact: bool = True
+) -> tuple[float, Gradients, StepMetrics]:
+    """Loss and gradients of one step over all groups, by the code under test; `exact`: see `exact_model`."""
+    rollouts = load_rollouts(config.trace, config.scores, policy=config.ppo.weight > 0)
+    advantages = group_advantages(rollouts.groups).by_episode if config.ppo.weight else {}
+    model = exact_model(config.student) if exact else load_model(config.student, dtype=config.dtype)
+    student = student_of(model, rollouts.tokenizer.size, layout)
+    assert student.layout == layout and rollouts.scores is not None
+    sums = StepSums()
+    for p in make_packs(rollouts, rollouts.groups, advantages, layout=student.layout, max_tokens=max_tokens):
+        pack_loss(student, rollouts.scores.head(), p, config, sums).backward()
+    metrics = sums.finish(step=1, grad_norm=0.0, lr=0.0, seconds=0.0)
+    return sums.loss, {n: p.grad for n, p in model.named_parameters() if p.grad is not None}, metrics
+
+
+def reference_loss(config: TrainConfig, groups: list[list[Episode]]) -> tuple[float, Gradients]:
+    """The same from the formulas: each invocation alone through the plain model, token by token."""
+    model = exact_model(config.student)
+    assert config.scores is not None
+    scores = ScoresReader(Path(config.scores))
+    total = torch.zeros((), dtype=torch.float64)
+    for group in groups:
+        mean = sum(e.episode_return or 0.0 for e in group) / len(group)
+        for episode in group:
+            tokens = sum(int(trained_mask(i).sum()) for i in episode)
+            for i in episode:
+                logits = model(torch.from_numpy(i.sequence_ids.astype(np.int64))[None]).logits[0, :, :SIZE]
+                row = scores.get(*i.key)
+                assert row is not None and row.hidden is not None and i.output_logprobs is not None
+                for m in np.flatnonzero(trained_mask(i)):
+                    p = logits[len(i.prompt_ids) + m - 1].softmax(0)
+                    at = row.output_index.tolist().index(m)
+                    q = scores.head().logits(row.hidden[at : at + 1])[0].softmax(0)
+                    ratio = p[int(i.output_ids[m])] / np.exp(np.float64(i.output_logprobs[m]))
+                    a = (episode.episode_return or 0.0) - mean
+                    ppo = -torch.minimum(ratio * a, ratio.clamp(0.8, 1.2) * a)
+                    term = config.ppo.weight * ppo + config.divergence.weight * (p * (p / q).log()).sum()
+                    total = total + term / (len(groups) * len(group) * tokens)
+    total.backward()
+    return float(total.detach()), {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+
+
+def assert_close(a: Gradients, b: Gradients, tolerance: float = 1e-8) -> None:
+    assert a.keys() == b.keys() and len(a) > 10
+    for name, left in a.items():
+        scale = float(b[name].abs().max())
+        assert scale > 0 and float((left - b[name]).abs().max()) <= tolerance * scale, name
+
+
+def without_seconds(path: Path) -> list[dict[str, Any]]:
+    return [{k: v for k, v in json.loads(line).items() if k != "seconds"} for line in path.read_text().splitlines()]
+
+
+@pytest.fixture(scope="module")
+def setup(tmp_path_factory: pytest.TempPathFactory) -> Setup:
+    """Two groups of two memory-rewriting rollouts; one token forced, one masked out, one attempt rejected."""
+    episodes = [list(e) for e in rewarded_groups()]
+    episodes[0][0] = episodes[0][0].replace(output_sampled=[True, True, False, True, True, True])
+    episodes[1][0] = episodes[1][0].replace(output_loss_mask=[False, True, True, True, True, True])
+    episodes[2][1] = episodes[2][1].replace(accepted=False)
+    made = [Episode(e[0].episode_id, tuple(e)) for e in episodes]
+    return make_setup(tmp_path_factory.mktemp("train"), made)
+
+
+@pytest.mark.parametrize("max_tokens", [60, 8192])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_loss_and_gradient_equal_the_formulas_in_every_layout(setup: Setup, layout: str, max_tokens: int) -> None:
+    config = setup.config(divergence__weight=0.7, ppo__weight=1.3)
+    loss, gradients, metrics = whole_loss(config, layout, max_tokens)
+    expected, references = reference_loss(config, [setup.episodes[:2], setup.episodes[2:]])
+    assert loss == pytest.approx(expected, rel=1e-8) and abs(expected) > 0.1
+    assert_close(gradients, references)
+    # what this test must have seen: sharing, clipping on one side, ratios away from 1, and all kinds of masks
+    assert (metrics.executed_tokens < metrics.logical_tokens) == (layout == "tree")
+    assert metrics.clip_fraction and 0 < metrics.clip_fraction < 1
+    assert metrics.ratio_min and metrics.ratio_max and metrics.ratio_min < 0.8 and metrics.ratio_max > 1.2
+    assert metrics.trained_tokens == 48 - 1 - 1 - 6
+
+
+# torch's grouped product of experts has no float64, so a mixture is not among them
+@pytest.mark.parametrize("kind", ["qwen3", "gemma3", "gpt2"])
+def test_other_architectures_equal_the_formulas_on_the_tree(tmp_path: Path, kind: str) -> None:
+    setup = make_setup(tmp_path, rewarded_groups(groups=1), kind=kind)
+    config = setup.config()
+    loss, gradients, metrics = whole_loss(config, "tree")
+    expected, references = reference_loss(config, [setup.episodes])
+    assert metrics.executed_tokens < metrics.logical_tokens
+    assert loss == pytest.approx(expected, rel=1e-8) and abs(expected) > 0.1
+    assert_close(gradients, references)
+
+
+@pytest.mark.parametrize("behaviour", ["raw", "tempered", "processed"])
+def test_with_lr_0_and_unmoved_weights_every_ratio_is_1_and_the_divergence_stays(
+    tmp_path: Path, behaviour: str
+) -> None:
+    setup = make_setup(tmp_path, noise=0.0, behaviour=behaviour)
+    seen: list[StepMetrics] = []
+    result = train(setup.config(lr=0.0, weight_decay=0.1, steps=3), on_step=seen.append)
+    assert equal_weights(setup.student, result.checkpoint)
+    for step in seen:
+        # the recorded log-probabilities are float32: 1e-5 is what the scorer promises there
+        assert step.ratio_min == pytest.approx(1.0, abs=1e-5) and step.ratio_max == pytest.approx(1.0, abs=1e-5)
+        assert step.clip_fraction == 0.0 and step.divergence == seen[0].divergence
+        assert step.divergence is not None and step.divergence > 0.01 and step.grad_norm > 0.01
+
+
+def test_same_seed_is_equal_bit_for_bit_and_another_seed_draws_other_groups(setup: Setup, tmp_path: Path) -> None:
+    def run(name: str, seed: int) -> Path:
+        config = setup.config(output=str(tmp_path / name), steps=3, groups_per_step=1, seed=seed)
+        return train(config).checkpoint
+
+    a, b, c = run("a", 0), run("b", 0), run("c", 4)
+    assert equal_weights(a, b) and not equal_weights(a, c)
+    assert without_seconds(a.parent / "metrics.jsonl") == without_seconds(b.parent / "metrics.jsonl")
+
+
+def test_stopped_and_resumed_equals_uninterrupted_bit_for_bit(setup: Setup, tmp_path: Path) -> None:
+    shared = {
+        "groups_per_step": 1,
+        "save_every": 2,
+        "warmup_steps": 4,
+        "weight_decay": 0.1,
+        "held_out": {"trace": str(setup.trace), "scores": str(setup.scores)},
+    }
+    whole = setup.config(output=str(tmp_path / "whole"), steps=5, **shared)
+    parts = setup.config(output=str(tmp_path / "parts"), steps=5, **shared)
+    uninterrupted = train(whole)
+
+    def stop(metrics: StepMetrics) -> None:
+        if metrics.step == 3:  # one step after the checkpoint: that step is lost and made again
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        train(parts, on_step=stop)
+    steps: list[int] = []
+    resumed = train(parts, on_step=lambda m: steps.append(m.step))
+
+    assert steps == [3, 4, 5] and resumed.resumed_from == 2 and uninterrupted.resumed_from == 0
+    assert equal_weights(uninterrupted.checkpoint, resumed.checkpoint)
+    assert not equal_weights(setup.student, resumed.checkpoint)
+    states = [
+        torch.load(r.checkpoint / "trainer_state.pt", weights_only=True)["optimizer"]["state"]
+        for r in (uninterrupted, resumed)
+    ]
+    assert states[0].keys() == states[1].keys() and len(states[0]) > 10
+    for key, values in states[0].items():
+        assert all(torch.equal(v, states[1][key][name]) for name, v in values.items())
+    assert without_seconds(tmp_path / "whole/metrics.jsonl") == without_seconds(tmp_path / "parts/metrics.jsonl")
+    assert resumed.held_out_before == uninterrupted.held_out_before
+    assert resumed.held_out_after == uninterrupted.held_out_after != resumed.held_out_before
+
+
+def test_a_finished_run_is_left_as_it_is_and_can_be_prolonged(setup: Setup, tmp_path: Path) -> None:
+    config = setup.config(output=str(tmp_path / "run"), steps=2)
+    first = train(config)
+    before = (tmp_path / "run/metrics.jsonl").read_text()
+    again = train(config)
+    assert again.checkpoint == first.checkpoint and again.first is None and again.resumed_from == 2
+    assert (tmp_path / "run/metrics.jsonl").read_text() == before
+    longer = train(setup.config(output=str(tmp_path / "run"), steps=3))
+    assert longer.first is not None and longer.first.step == 3
+    with pytest.raises(UsageError, match="is at step 3"):
+        train(config)
+
+
+def test_held_out_data_that_come_later_are_not_said_to_be_of_the_untrained_student(
+    setup: Setup, tmp_path: Path
+) -> None:
+    """A run that goes on with held-out data it did not begin with is measured where it stands, not at step 0."""
+    held_out = {"trace": str(setup.trace), "scores": str(setup.scores)}
+    first = train(setup.config(output=str(tmp_path / "run"), steps=2))
+    there = evaluate_kl(load_model(first.checkpoint, dtype="float64"), setup.trace, setup.scores)
+    longer = train(setup.config(output=str(tmp_path / "run"), steps=3, held_out=held_out))
+    assert longer.held_out_before == there != longer.held_out_after
+    lines = [m for m in without_seconds(tmp_path / "run/metrics.jsonl") if "held_out" in m]
+    assert [m["step"] for m in lines] == [2, 3]
+
+
+class Watched(Student):
+    """A student that keeps the states of each pack, with their gradient."""
+
+    kept: list[tuple[Pack, Tensor]]
+
+    def states(self, pack: Pack) -> Tensor:
+        hidden = super().states(pack)
+        hidden.retain_grad()
+        self.kept.append((pack, hidden))
+        return hidden
+
+
+def test_masked_tokens_have_exactly_zero_gradient(setup: Setup) -> None:
+    config = setup.config()
+    rollouts = load_rollouts(config.trace, config.scores, policy=True)
+    advantages = group_advantages(rollouts.groups).by_episode
+    plain = student_of(load_model(setup.student, dtype="float64"), SIZE)
+    fields = {f.name: getattr(plain, f.name) for f in dataclasses.fields(plain)}
+    student = Watched(**fields)
+    object.__setattr__(student, "kept", [])
+    assert rollouts.scores is not None
+    for p in make_packs(rollouts, rollouts.groups, advantages):
+        pack_loss(student, rollouts.scores.head(), p, config, StepSums()).backward()
+    by_key = {i.key: i for e in setup.episodes for i in e}
+    trained, untrained = set(), set()
+    ((pack, hidden),) = student.kept
+    for m, state in enumerate(pack.states[s] for s in pack.target_state_M):
+        mask = trained_mask(by_key[state.episode_id, state.invocation_index])
+        (trained if mask[pack.target_output_M[m]] else untrained).add(int(pack.target_row_M[m]))
+    assert hidden.grad is not None
+    only_masked = sorted(untrained - trained)
+    assert only_masked and all(hidden.grad[r].any() for r in trained)
+    assert not hidden.grad[only_masked].any()
+    assert ("g1e0", 1) not in {(s.episode_id, s.invocation_index) for s in pack.states}
+
+
+def test_a_teacher_that_is_the_student_gives_no_loss_and_no_gradient(tmp_path: Path) -> None:
+    setup = make_setup(tmp_path, noise=0.0, same_teacher=True)
+    loss, gradients, metrics = whole_loss(setup.config(ppo__weight=0.0), "tree", exact=False)
+    assert metrics.trained_tokens == 48 and metrics.ppo is None
+    assert abs(loss) <= 1e-12 and max(float(g.abs().max()) for g in gradients.values()) <= 1e-12
+    _, real, _ = whole_loss(setup.config(), "tree")
+    assert max(float(g.abs().max()) for g in real.values()) > 1e-3, "the policy term alone does give one"
+    kl = evaluate_kl(load_model(setup.student, dtype="float64"), setup.trace, setup.scores)
+    assert abs(kl["reverse_kl"]) <= 1e-12 and abs(kl["forward_kl"]) <= 1e-12 and kl["tokens"] == 48
+
+
+def test_four_episodes_are_overfitted(tmp_path: Path) -> None:
+    setup = make_setup(tmp_path, dtype="float32")
+    held_out = {"trace": str(setup.trace), "scores": str(setup.scores)}
+    result = train(setup.config(steps=60, lr=1e-2, ppo__weight=0.0, grad_clip=10.0, held_out=held_out))
+    assert result.episodes == 4 and result.held_out_before is not None and result.held_out_after is not None
+    assert result.held_out_before["reverse_kl"] > 0.5
+    assert result.held_out_after["reverse_kl"] <= result.held_out_before["reverse_kl"] / 10
+
+
+def test_the_policy_term_alone_makes_rewarded_outputs_likelier_than_their_group(tmp_path: Path) -> None:
+    setup = make_setup(tmp_path, noise=0.0, dtype="float32")
+    result = train(setup.config(steps=3, lr=1e-3, divergence__weight=0.0, scores=None))
+    assert result.first is not None and result.first.divergence is None
+
+    def gaps(folder: Path) -> list[float]:
+        model = load_model(folder)
+        logprobs = {}
+        for e in with_behaviour(model, setup.episodes):
+            logprobs[e.episode_id] = sum(float(np.sum(i.output_logprobs)) for i in e)
+        return [logprobs[f"g{g}e0"] - logprobs[f"g{g}e1"] for g in (0, 1)]
+
+    assert all(after > before + 0.1 for before, after in zip(gaps(setup.student), gaps(result.checkpoint), strict=True))
+
+
+def test_an_episode_cut_into_more_invocations_trains_the_same(tmp_path: Path) -> None:
+    """One call that samples 12 tokens, or three that each go on where the last one ended."""
+
+    def build(pieces: list[int]) -> list[Episode]:
+        rng = np.random.default_rng(3)
+        made = []
+        for name, reward in (("a", 1.0), ("b", 0.0)):
+            prompt, output = rng.integers(3, SIZE, 15), rng.integers(3, SIZE, 12)
+            rows, at = [], 0
+            for index, length in enumerate(pieces if name == "a" else [12]):
+                rows.append(
+                    Invocation(
+                        episode_id=name,
+                        invocation_index=index,
+                        model_id="m",
+                        prompt_ids=np.r_[prompt, output[:at]],
+                        output_ids=output[at : at + length],
+                        parent_index=index - 1 if index else None,
+                        relation="extend" if index else "root",
+                        group_id="g",
+                        token_source="engine",
+                    )
+                )
+                at += length
+            rows[-1] = rows[-1].replace(reward=reward, terminated=True)
+            made.append(Episode(name, tuple(rows)))
+        return made
+
+    results = {}
+    for number, pieces in enumerate(([12], [3, 4, 5])):
+        (tmp_path / str(number)).mkdir()
+        setup = make_setup(tmp_path / str(number), build(pieces))
+        assert len(setup.episodes[0]) == len(pieces)
+        results[number] = whole_loss(setup.config(), "tree")
+    (whole, gradients, metrics), (cut, cut_gradients, cut_metrics) = results[0], results[1]
+    assert cut == pytest.approx(whole, rel=1e-8) and abs(whole) > 0.1
+    assert metrics.trained_tokens == cut_metrics.trained_tokens == 24
+    assert cut_metrics.logical_tokens > metrics.logical_tokens
+    assert_close(cut_gradients, gradients)
+
+
+def test_a_branching_token_keeps_every_label_and_every_advantage(tmp_path: Path) -> None:
+    """[1 2 | 4 5] with advantage +1 and [1 2 | 4 6] with -1: five tokens run, four loss terms, one state read
+    by the labels 5 and 6, and the value of the unpacked sum, also when behaviour log-probabilities differ."""
+    episodes = [
+        Episode(name, (branch(name, [4, last], reward),)) for name, last, reward in (("r1", 5, 2.0), ("r2", 6, 0.0))
+    ]
+    setup = make_setup(tmp_path, episodes, noise=0.05)
+    shifted = [i.replace(output_logprobs=i.output_logprobs - 0.3) for i in setup.episodes[1]]
+    rows = [*setup.episodes[0], *shifted]
+    write(tmp_path / "other.parquet", metadata_for(setup.student), rows)
+    for trace, groups in (
+        (setup.trace, [setup.episodes]),
+        (tmp_path / "other.parquet", [[setup.episodes[0], Episode("r2", tuple(shifted))]]),
+    ):
+        config = setup.config(trace=str(trace))
+        rollouts = load_rollouts(trace, setup.scores, policy=True)
+        advantages = group_advantages(rollouts.groups).by_episode
+        assert advantages == {"r1": 1.0, "r2": -1.0}
+        (p,) = make_packs(rollouts, rollouts.groups, advantages)
+        assert p.pack.token_ids_T.tolist() == [1, 2, 4, 5, 6] and p.ids_M.tolist() == [4, 5, 4, 6]
+        assert p.row_M.tolist() == [0, 1, 0, 1] and p.advantage_M.tolist() == [1.0, 1.0, -1.0, -1.0]
+        loss, gradients, metrics = whole_loss(config, "tree")
+        expected, references = reference_loss(config, groups)
+        assert metrics.trained_tokens == 4 and loss == pytest.approx(expected, rel=1e-8)
+        assert_close(gradients, references)
+
+
+def branch(name: str, output: list[int], reward: float) -> Invocation:
+    return Invocation(
+        episode_id=name,
+        invocation_index=0,
+        model_id="m",
+        prompt_ids=[1, 2],
+        output_ids=output,
+        relation="root",
+        group_id="g",
+        token_source="engine",
+        reward=reward,
+        terminated=True,
+    )
+
+
+def test_recorded_positions_and_eviction_are_trained_in_their_own_state(tmp_path: Path) -> None:
+    """Positions that start at 5 and two tokens that later ones do not see: the tree gives other numbers than
+    the plain state, and the same as the pack of that state alone."""
+    episodes = rewarded_groups(groups=1)
+    first = episodes[0].invocations[0]
+    n = len(first)
+    until = np.full(n, n, np.int32)
+    until[3:5] = n - 4
+    special = first.replace(position_ids=np.arange(5, n + 5), visible_until=until)
+    made = [Episode("g0e0", (special, *episodes[0].invocations[1:])), episodes[1]]
+    losses = {}
+    for name, rollouts in (("special", made), ("plain", episodes)):
+        (tmp_path / name).mkdir()
+        setup = make_setup(tmp_path / name, rollouts, features=("visibility",))
+        losses[name] = [whole_loss(setup.config(), layout) for layout in ("tree", "single")]
+    (tree, gradients, metrics), (single, single_gradients, _) = losses["special"]
+    assert metrics.executed_tokens < metrics.logical_tokens and tree == pytest.approx(single, rel=1e-8)
+    assert_close(gradients, single_gradients)
+    assert abs(tree - losses["plain"][0][0]) > 1e-4
+
+
+def test_a_loss_that_is_not_finite_stops_the_run_and_names_step_and_episodes(setup: Setup, tmp_path: Path) -> None:
+    config = setup.config(output=str(tmp_path / "run"), lr=1e200, grad_clip=1e300, steps=4, save_every=1)
+    with pytest.raises(CheckFailed, match=r"step 2: the .* is (nan|inf).*'g0e0'"):
+        train(config)
+    assert (tmp_path / "run/step-000001").is_dir() and not (tmp_path / "run/step-000002").exists()
+
+
+def test_a_gradient_that_overflows_under_a_finite_loss_stops_the_run(setup: Setup, tmp_path: Path) -> None:
+    config = setup.config(output=str(tmp_path / "run"), divergence__weight=1e200)
+    with pytest.raises(CheckFailed, match=r"step 1: the gradient norm is (nan|inf), episodes 'g0e0'"):
+        train(config)
+    assert not (tmp_path / "run/step-000002").exists()
+
+
+def test_an_output_folder_of_another_run_is_refused_by_the_key_that_differs(setup: Setup, tmp_path: Path) -> None:
+    out = str(tmp_path / "run")
+    train(setup.config(output=out, steps=1))
+    with pytest.raises(UsageError, match=r"holds a run with lr = 0.001, not 0.01"):
+        train(setup.config(output=out, steps=2, lr=1e-2))
+    fewer = [i for e in setup.episodes[:2] for i in e]
+    write(tmp_path / "fewer.parquet", metadata_for(setup.student), fewer)
+    with pytest.raises(UsageError, match=r"trace \(digest\)"):
+        train(setup.config(output=out, steps=2, trace=str(tmp_path / "fewer.parquet")))
+    # other places for the same data, and another rhythm of saving, are no other run
+    shutil.copy(setup.trace, tmp_path / "moved.parquet")
+    train(setup.config(output=out, steps=2, trace=str(tmp_path / "moved.parquet"), save_every=1))
+
+
+@pytest.mark.parametrize("content", [b"", b"PK\x03\x04 half a file", b"evil"], ids=["empty", "cut", "pickle"])
+def test_a_damaged_or_hostile_trainer_state_is_refused(setup: Setup, tmp_path: Path, content: bytes) -> None:
+    result = train(setup.config(output=str(tmp_path / "run"), steps=1))
+    touched = tmp_path / "touched"
+
+    class Evil:
+        def __reduce__(self) -> tuple[Any, ...]:
+            return Path.touch, (touched,)
+
+    state = result.checkpoint / "trainer_state.pt"
+    state.write_bytes(pickle.dumps(Evil(), protocol=2) if content == b"evil" else content)
+    with pytest.raises(InputError, match=r"trainer_state\.pt: cannot be read"):
+        train(setup.config(output=str(tmp_path / "run"), steps=2))
+    assert not touched.exists()
+
+
+def test_a_checkpoint_is_a_model_folder_and_only_the_newest_can_be_gone_on_from(setup: Setup, tmp_path: Path) -> None:
+    result = train(setup.config(output=str(tmp_path / "run"), steps=3, save_every=1))
+    folders = sorted(p.name for p in (tmp_path / "run").iterdir() if p.is_dir())
+    assert folders == ["step-000001", "step-000002", "step-000003"] and result.checkpoint.name == folders[-1]
+    assert [(tmp_path / "run" / f / "trainer_state.pt").exists() for f in folders] == [False, False, True]
+    for folder in folders:
+        model = AutoModelForCausalLM.from_pretrained(tmp_path / "run" / folder)
+        assert model.dtype == torch.float64
+        tokenizer = PreTrainedTokenizerFast.from_pretrained(tmp_path / "run" / folder)
+        original = PreTrainedTokenizerFast.from_pretrained(setup.student)
+        assert tokenizer_fingerprint(tokenizer) == tokenizer_fingerprint(original)
+
+
+def test_a_checkpoint_that_cannot_be_written_leaves_nothing_behind(
+    setup: Setup, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = torch.save
+
+    def full(state: Any, path: Path) -> None:
+        if state["step"] == 2:
+            raise RuntimeError("PytorchStreamWriter failed writing file: No space left on device")
+        real(state, path)
+
+    monkeypatch.setattr(checkpoint_module.torch, "save", full)
+    config = setup.config(output=str(tmp_path / "run"), steps=2, save_every=1)
+    with pytest.raises(InputError, match=r"step-000002: cannot be written.*No space left"):
+        train(config)
+    assert sorted(p.name for p in (tmp_path / "run").iterdir()) == ["metrics.jsonl", "step-000001"]
+    monkeypatch.undo()
+    assert train(config).resumed_from == 1
+
+
+def test_students_that_cannot_be_trained_on_this_trace_are_refused(setup: Setup, tmp_path: Path) -> None:
+    other = save_model(tiny_model("llama", seed=2), tmp_path / "other", words="v")
+    with pytest.raises(InputError, match="E-TOKENIZER-MISMATCH"):
+        train(setup.config(student=str(other), output=str(tmp_path / "run")))
+    with pytest.raises(UsageError, match="quantised"):
+        train(setup.config(student="model.gguf", output=str(tmp_path / "run")))
+    with pytest.raises(InputError, match="E-MODEL-LOAD"):
+        train(setup.config(student=str(tmp_path / "nowhere"), output=str(tmp_path / "run")))
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_recurrent_student_is_trained_one_invocation_at_a_time(tmp_path: Path) -> None:
+    setup = make_setup(tmp_path, kind="mamba", dtype="float32")
+    result = train(setup.config(steps=1))
+    assert result.layout == "single" and result.layout_reason != "packed equals alone"
+    assert result.last is not None and result.last.executed_tokens == result.last.logical_tokens == 248
+    assert not equal_weights(setup.student, result.checkpoint)
+
+
+def test_a_lone_episode_has_no_advantage_and_is_counted(tmp_path: Path) -> None:
+    episodes = rewarded_groups(groups=2)[:3]
+    setup = make_setup(tmp_path, episodes)
+    assert train(setup.config(steps=1)).episodes_alone == 1
+
+
+def test_held_out_divergence_equals_the_formulas(setup: Setup) -> None:
+    model = exact_model(setup.student)
+    measured = evaluate_kl(model, setup.trace, setup.scores, max_tokens=60)
+    reverse, forward, count = dense_kl(model, setup)
+    assert measured["tokens"] == count == 40
+    assert measured["reverse_kl"] == pytest.approx(reverse, rel=1e-8)
+    assert measured["forward_kl"] == pytest.approx(forward, rel=1e-8)
+    assert abs(reverse - forward) > 1e-3, "the directions differ, so they cannot be confused"
+    with pytest.raises(UsageError, match="training mode"):
+        evaluate_kl(model.train(), setup.trace, setup.scores)
+
+
+@torch.no_grad()
+def dense_kl(model: PreTrainedModel, setup: Setup) -> tuple[float, float, int]:
+    scores = ScoresReader(setup.scores)
+    reverse, forward = [], []
+    for i in (i for e in setup.episodes for i in e if trained_mask(i).any()):
+        logits = model(torch.from_numpy(i.sequence_ids.astype(np.int64))[None]).logits[0, :, :SIZE]
+        row = scores.get(*i.key)
+        assert row is not None and row.hidden is not None
+        for m in np.flatnonzero(trained_mask(i)):
+            p = logits[len(i.prompt_ids) + m - 1].softmax(0)
+            q = (row.hidden[row.output_index.tolist().index(m)] @ scores.head().weight_VD[:SIZE].T).softmax(0)
+            reverse.append(float((p * (p / q).log()).sum()))
+            forward.append(float((q * (q / p).log()).sum()))
+    return float(np.mean(reverse)), float(np.mean(forward)), len(reverse)
+
+
+def test_training_lowers_the_divergence_on_rollouts_that_were_not_trained_on(tmp_path: Path) -> None:
+    setup = make_setup(tmp_path, dtype="float32")
+    fresh = with_behaviour(load_model(setup.student), rewarded_groups(seed=5))
+    write(tmp_path / "fresh.parquet", metadata_for(setup.student), [i for e in fresh for i in e])
+    score(tmp_path / "fresh.parquet", setup.teacher, tmp_path / "fresh")
+    held_out = {"trace": str(tmp_path / "fresh.parquet"), "scores": str(tmp_path / "fresh")}
+    result = train(setup.config(steps=10, lr=3e-3, held_out=held_out))
+    assert result.held_out_before is not None and result.held_out_after is not None
+    assert result.held_out_after["reverse_kl"] < result.held_out_before["reverse_kl"] - 0.01
+
+
+def test_an_epoch_draws_every_group_once_and_depends_on_seed_and_step_alone() -> None:
+    def epochs(seed: int) -> Iterator[list[int]]:
+        for epoch in range(3):
+            yield [g for step in range(1, 4) for g in draw_groups(7, 2, epoch * 3 + step, seed)]
+
+    for drawn in epochs(0):
+        assert len(drawn) == len(set(drawn)) == 6
+    assert len({tuple(d) for d in epochs(0)}) == 3 and list(epochs(0)) != list(epochs(1))
+    assert sorted(draw_groups(3, 3, 5, 0)) == [0, 1, 2]
+
+
+def test_more_groups_a_step_than_there_are_is_refused(setup: Setup, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="groups_per_step is 3, the trace has 2 groups"):
+        train(setup.config(output=str(tmp_path / "run"), groups_per_step=3))
+
+
+def test_the_learning_rate_warms_up(setup: Setup, tmp_path: Path) -> None:
+    seen: list[float] = []
+    config = setup.config(output=str(tmp_path / "run"), steps=4, lr=1e-4, warmup_steps=3)
+    train(config, on_step=lambda m: seen.append(m.lr))
+    assert seen == pytest.approx([1e-4 / 3, 2e-4 / 3, 1e-4, 1e-4])
+
+
+def test_sampling_settings_do_not_matter_where_raw_logprobs_are_recorded(setup: Setup, tmp_path: Path) -> None:
+    hot = [i.replace(sampling=Sampling(temperature=1.5, top_p=0.5)) for e in setup.episodes for i in e]
+    write(tmp_path / "hot.parquet", metadata_for(setup.student), hot)
+    loss, _, _ = whole_loss(setup.config(), "tree")
+    assert whole_loss(setup.config(trace=str(tmp_path / "hot.parquet")), "tree")[0] == loss

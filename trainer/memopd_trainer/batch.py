@@ -1,0 +1,313 @@
+"""Rollouts joined with their scores, and the packs of one training step.
+
+The trace is validated first (profile `policy` while the policy term is on, else `core`). A target is known by
+its state and its index into `output_ids`, here as in the scorer's plan; the join looks each one up by that
+key and refuses whatever does not belong: another state, another tokenizer, a missing score, a stored state
+that does not give its stored log-probability. All of this is checked once, before the first step.
+
+Only invocations with a trained token are packed, and only trained tokens become targets: everything else has
+neither loss nor gradient.
+
+Shape legend: M trained targets of a pack, R prediction rows, E teacher width.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from memopd_scorer.plan import Layout, Pack, plan_states, state_of
+from memopd_scorer.store import ScoreRow, ScoresReader
+from memopd_trace.errors import InputError
+from memopd_trace.invocation import Episode, Invocation
+from memopd_trace.metadata import Tokenizer
+from memopd_trace.storage import TraceReader
+from memopd_trace.validate import validate
+from memopd_trainer.advantages import token_weights, trained_mask
+
+Group = Sequence[Episode]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Rollouts:
+    """A checked trace, in memory, and its scores, on disk."""
+
+    groups: tuple[Group, ...]
+    tokenizer: Tokenizer
+    scores: ScoresReader | None
+    policy: bool  # behaviour log-probabilities were checked, and are wanted in packs
+    digest: str  # hex SHA-256 of all keys and state digests
+
+    @property
+    def episodes(self) -> int:
+        """Episodes in all groups."""
+        return sum(len(g) for g in self.groups)
+
+    @property
+    def scores_digest(self) -> str | None:
+        """What two runs must agree on to be trained on the same scores."""
+        if self.scores is None:
+            return None
+        m = self.scores.metadata
+        return f"{m.teacher.weights_digest} {m.view} {m.hidden_dtype} {m.plan_digest}"
+
+    @property
+    def data_digest(self) -> str:
+        """Names the trace and the scores."""
+        return f"{self.digest} {self.scores_digest}"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TrainPack:
+    """A pack and what its trained targets need; tensors are on the CPU."""
+
+    pack: Pack
+    row_M: Tensor  # int64, index into rows_R
+    ids_M: Tensor  # int64
+    weight_M: Tensor  # float64, sums to 1 over the packs of a step
+    advantage_M: Tensor  # float64
+    behaviour_M: Tensor | None  # float64 nats, see `behaviour_of`; None = no policy term
+    temperature_M: Tensor | None  # float64, None = 1 throughout
+    teacher_ME: Tensor | None  # the teacher's dtype
+
+    @property
+    def episode_ids(self) -> tuple[str, ...]:
+        """The episodes of its states, each once."""
+        return tuple(dict.fromkeys(s.episode_id for s in self.pack.states))
+
+
+def load_rollouts(trace: str | os.PathLike[str], scores: str | os.PathLike[str] | None, *, policy: bool) -> Rollouts:
+    """Read a trace, group its episodes, and check every row against the scores.
+
+    Raises:
+        InputError: the trace is not valid (with the code of the first finding), the scores cannot be read, or
+            `E-NO-TARGETS`, `E-TOKENIZER-MISMATCH`, `E-ID-PADDED`, `E-MODEL-UNSUPPORTED`, `E-SCORES-MISSING`,
+            `E-SCORES-STATE`, `E-SCORES-CHECK`; with `policy` also `E-LOGPROB-KIND`.
+    """
+    _check_valid(trace, "policy" if policy else "core")
+    reader = TraceReader(trace)
+    groups = _grouped(reader.iter_episodes())
+    invocations = [i for group in groups for e in group for i in e]
+    trained = [i for i in invocations if trained_mask(i).any()]
+    if not trained:
+        raise InputError(
+            f"{trace}: none of its {len(invocations)} invocations has a token to be trained",
+            code="E-NO-TARGETS",
+        )
+    tokenizer = _one_tokenizer(reader, trained)
+    store = None if scores is None else ScoresReader(Path(scores))
+    if store is not None:
+        _check_teacher(store, tokenizer)
+    h = hashlib.sha256()
+    for invocation in trained:
+        _check_ids(invocation, tokenizer)
+        if store is not None:
+            row = _score_row(store, invocation)
+            store.verify(row, invocation.output_ids[row.output_index])
+        if policy:
+            behaviour_of(invocation)
+    for invocation in invocations:
+        key = f"{invocation.episode_id}\0{invocation.invocation_index}\0"
+        h.update(key.encode() + invocation.compute_digest())
+    return Rollouts(groups, tokenizer, store, policy, h.hexdigest())
+
+
+def make_packs(
+    rollouts: Rollouts,
+    groups: Sequence[Group],
+    advantages: Mapping[str, float],
+    *,
+    layout: Layout = "tree",
+    max_tokens: int = 8192,
+) -> Iterator[TrainPack]:
+    """The packs of one step over `groups`; the weights of all their targets sum to 1.
+
+    `advantages` maps episode ids (a missing one has 0); states are planned exactly as for scoring.
+    """
+    weights = token_weights(groups)
+    by_key = {i.key: i for group in groups for e in group for i in e if trained_mask(i).any()}
+    states = [[state_of(i) for e in group for i in e if i.key in by_key] for group in groups]
+    for pack in plan_states(states, layout=layout, max_tokens=max_tokens):
+        yield _join(rollouts, pack, by_key, weights, advantages)
+
+
+def behaviour_of(invocation: Invocation) -> tuple[NDArray[np.float64], float]:
+    """Log-probabilities of the sampled tokens under the policy that sampled them, over the whole vocabulary.
+
+    Returns (float64[len(output)] nats, NaN for null; temperature), such that the unchanged policy gives the
+    same numbers by `log_softmax(logits / temperature)`; for a row that is valid under the profile `policy`:
+
+        raw        as recorded, temperature 1
+        tempered   as recorded
+        processed  as recorded (renormalised over the kept set), plus the kept set's log mass
+
+    Raises:
+        InputError: `E-LOGPROB-KIND` where temperature 0 or a repetition penalty leaves no such temperature.
+    """
+    assert invocation.output_logprobs is not None  # the profile `policy` asks for them
+    logprobs = np.ma.filled(invocation.output_logprobs.astype(np.float64), np.nan)
+    kind, sampling = invocation.logprob_kind, invocation.sampling
+    if kind == "raw":
+        return logprobs, 1.0
+    assert sampling is not None and sampling.temperature is not None  # as above
+    if sampling.temperature == 0 or sampling.repetition_penalty not in (None, 1.0):
+        raise InputError(
+            f"{_name(invocation)}: {kind} log-probabilities at temperature {sampling.temperature}, "
+            f"repetition penalty {sampling.repetition_penalty} are those of no softmax",
+            code="E-LOGPROB-KIND",
+            hint="record raw ones, or set ppo.weight=0",
+        )
+    if kind == "processed" and invocation.output_kept_logmass is not None:
+        logprobs = logprobs + np.ma.filled(invocation.output_kept_logmass.astype(np.float64), np.nan)
+    return logprobs, sampling.temperature
+
+
+def _check_valid(trace: str | os.PathLike[str], profile: str) -> None:
+    report = validate(trace, profile, max_findings=1)
+    found = [f for f in report.findings if f.severity == "error"]
+    if found:
+        first, more = found[0], report.errors - 1
+        who = "" if first.episode_id is None else f"episode '{first.episode_id}', "
+        who += "" if first.invocation_index is None else f"invocation {first.invocation_index}: "
+        raise InputError(
+            f"{first.path}: {who}{first.message}" + (f" (and {more} more errors)" if more else ""),
+            code=first.code,
+            hint=f"`memopd-trace validate --profile {profile}` lists them all",
+        )
+
+
+def _grouped(episodes: Iterable[Episode]) -> tuple[Group, ...]:
+    """Episodes by `group_id`, in order of first appearance; one without is a group of its own."""
+    groups: dict[tuple[bool, str], list[Episode]] = {}
+    for episode in episodes:
+        key = (False, episode.episode_id) if episode.group_id is None else (True, episode.group_id)
+        groups.setdefault(key, []).append(episode)
+    return tuple(tuple(group) for group in groups.values())
+
+
+def _one_tokenizer(reader: TraceReader, invocations: list[Invocation]) -> Tokenizer:
+    """The tokenizer that all trained rows share."""
+    found: dict[str, str] = {}
+    for model_id in dict.fromkeys(i.model_id for i in invocations):
+        found.setdefault(reader.metadata.models[model_id].tokenizer.fingerprint, model_id)
+    if len(found) > 1:
+        listed = ", ".join(f"{model}: {fingerprint}" for fingerprint, model in found.items())
+        raise InputError(
+            f"{reader.path}: rows of several tokenizers ({listed}) cannot train one student",
+            code="E-TOKENIZER-MISMATCH",
+        )
+    return reader.metadata.models[next(iter(found.values()))].tokenizer
+
+
+def _check_ids(invocation: Invocation, tokenizer: Tokenizer) -> None:
+    """Refuse what the losses cannot take: a token of the padded vocabulary has no probability under a head
+    that is cut to the real ids, and media are not fed to a student."""
+    if invocation.media:
+        raise InputError(f"{_name(invocation)}: holds media", code="E-MODEL-UNSUPPORTED")
+    ids = invocation.output_ids[trained_mask(invocation)]
+    if ids.max() >= tokenizer.size:
+        raise InputError(
+            f"{_name(invocation)}: trained id {ids.max()}, the tokenizer has {tokenizer.size}",
+            code="E-ID-PADDED",
+            hint="take it out of output_loss_mask",
+        )
+
+
+def _check_teacher(store: ScoresReader, tokenizer: Tokenizer) -> None:
+    teacher = store.metadata.teacher
+    if teacher.tokenizer_fingerprint != tokenizer.fingerprint or teacher.head.size != tokenizer.size:
+        raise InputError(
+            f"{store.folder}: scored with tokenizer {teacher.tokenizer_fingerprint[:16]} "
+            f"({teacher.head.size} ids), the trace has {tokenizer.fingerprint[:16]} ({tokenizer.size} ids)",
+            code="E-TOKENIZER-MISMATCH",
+            hint="a teacher must share the student's tokenizer",
+        )
+
+
+def _score_row(store: ScoresReader, invocation: Invocation) -> ScoreRow:
+    """The score row of an invocation, checked to be of its state and to hold every trained target."""
+    where = f"{store.folder}: {_name(invocation)}"
+    row = store.get(*invocation.key)
+    again = "score the trace again"
+    if row is None or row.hidden is None:
+        what = "no score" if row is None else "a score without the teacher's states (signal 'hidden')"
+        raise InputError(f"{where}: {what}", code="E-SCORES-MISSING", hint=again)
+    digest = invocation.compute_digest()
+    if row.state_digest != digest:
+        raise InputError(
+            f"{where}: scored in state {row.state_digest.hex()[:16]}, sampled in {digest.hex()[:16]}",
+            code="E-SCORES-STATE",
+            hint=again,
+        )
+    if len(row.output_index) and not 0 <= row.output_index.min() <= row.output_index.max() < len(invocation.output_ids):
+        raise InputError(
+            f"{where}: scored outputs {row.output_index.min()} to {row.output_index.max()} of "
+            f"{len(invocation.output_ids)}",
+            code="E-SCORES-STATE",
+            hint=again,
+        )
+    missing = np.setdiff1d(np.flatnonzero(trained_mask(invocation)), row.output_index)
+    if len(missing):
+        raise InputError(
+            f"{where}: output {missing[0]} is trained and has no score ({len(missing)} such)",
+            code="E-SCORES-MISSING",
+            hint=again,
+        )
+    return row
+
+
+def _join(
+    rollouts: Rollouts,
+    pack: Pack,
+    by_key: Mapping[tuple[str, int], Invocation],
+    weights: Mapping[str, float],
+    advantages: Mapping[str, float],
+) -> TrainPack:
+    """Look up everything the trained targets of a pack need."""
+    targets, weight, advantage, behaviour, temperature, teacher = ([] for _ in range(6))
+    for number, state in enumerate(pack.states):
+        invocation = by_key[state.episode_id, state.invocation_index]
+        own = np.flatnonzero(pack.target_state_M == number)
+        own = own[trained_mask(invocation)[pack.target_output_M[own]]]
+        outputs = pack.target_output_M[own]
+        targets.append(own)
+        weight.append(np.full(len(own), weights[state.episode_id]))
+        advantage.append(np.full(len(own), advantages.get(state.episode_id, 0.0)))
+        if rollouts.policy:
+            logprobs, degree = behaviour_of(invocation)
+            behaviour.append(logprobs[outputs])
+            temperature.append(np.full(len(own), degree))
+        if rollouts.scores is not None:
+            row = _score_row(rollouts.scores, invocation)
+            place = np.empty(len(invocation.output_ids), np.int64)
+            place[row.output_index] = np.arange(len(row.output_index))
+            assert row.hidden is not None  # _score_row refuses a row without
+            teacher.append(row.hidden[torch.from_numpy(place[outputs])])
+    chosen = np.concatenate(targets)
+    degrees = np.concatenate(temperature) if rollouts.policy else np.ones(1)
+    return TrainPack(
+        pack=pack,
+        row_M=_int64(pack.target_row_M[chosen]),
+        ids_M=_int64(pack.target_ids_M[chosen]),
+        weight_M=torch.from_numpy(np.concatenate(weight)),
+        advantage_M=torch.from_numpy(np.concatenate(advantage)),
+        behaviour_M=torch.from_numpy(np.concatenate(behaviour)) if rollouts.policy else None,
+        temperature_M=torch.from_numpy(degrees) if (degrees != 1.0).any() else None,
+        teacher_ME=torch.cat(teacher) if rollouts.scores is not None else None,
+    )
+
+
+def _name(invocation: Invocation) -> str:
+    return f"episode '{invocation.episode_id}', invocation {invocation.invocation_index}"
+
+
+def _int64(array: NDArray[np.int32]) -> Tensor:
+    return torch.from_numpy(array.astype(np.int64))

@@ -1,0 +1,164 @@
+"""The configuration of a training run: one YAML or JSON file, and `key=value` overrides.
+
+Every key is declared here with its default; a key that is not is refused with the nearest one that is.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from memopd_scorer.plan import Layout
+from memopd_trace.errors import InputError, UsageError
+from memopd_trace.metadata import first_error
+from memopd_trainer.losses import DivergenceKind
+
+MAX_CONFIG_BYTES = 2**20
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+
+class DivergenceConfig(_Section):
+    """The distillation term; `weight` is lambda, 0 = no teacher."""
+
+    kind: DivergenceKind = "reverse_kl"
+    beta: float = Field(0.5, ge=0, le=1)
+    weight: float = Field(1.0, ge=0)
+
+
+class PolicyConfig(_Section):
+    """The clipped policy term; `weight` 0 = no reward is used."""
+
+    weight: float = Field(1.0, ge=0)
+    clip: float = Field(0.2, gt=0, lt=1)
+    normalise_std: bool = False
+
+
+class HeldOut(_Section):
+    """Rollouts that are only measured, before and after."""
+
+    trace: str
+    scores: str
+
+
+class TrainConfig(_Section):
+    """One run. `student` is a local folder or a hub name; paths are relative to the working directory.
+
+    `groups_per_step` null = every group of the trace in each step. `layout` is what the scorer's plan uses;
+    `tree` and `packed` turn to `single` where the student's architecture cannot be packed. `dtype` is that of
+    the weights: with bfloat16 a learning rate of 1e-6 is lost in rounding. `save_every` null = at the end.
+    """
+
+    student: str
+    trace: str
+    scores: str | None = None
+    output: str
+    steps: int = Field(gt=0)
+    groups_per_step: int | None = Field(None, gt=0)
+    lr: float = Field(1e-6, ge=0)
+    weight_decay: float = Field(0.0, ge=0)
+    warmup_steps: int = Field(0, ge=0)
+    grad_clip: float = Field(1.0, gt=0)
+    divergence: DivergenceConfig = DivergenceConfig()
+    ppo: PolicyConfig = PolicyConfig()
+    max_tokens: int = Field(8192, gt=0)
+    layout: Layout = "tree"
+    dtype: Literal["float32", "bfloat16", "float64"] = "float32"
+    device: str = "cpu"
+    seed: int = Field(0, ge=0)
+    save_every: int | None = Field(50, gt=0)
+    held_out: HeldOut | None = None
+
+    @model_validator(mode="after")
+    def _has_a_signal(self) -> TrainConfig:
+        if self.divergence.weight > 0 and self.scores is None:
+            raise ValueError("divergence.weight is above 0 but there are no scores (give them, or set the weight to 0)")
+        if self.divergence.weight == 0 and self.ppo.weight == 0:
+            raise ValueError("divergence.weight and ppo.weight are both 0: nothing to train on")
+        return self
+
+
+def load_config(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> TrainConfig:
+    """Read a YAML or JSON file and apply `key=value` overrides (dots for nesting, values in YAML).
+
+    Raises:
+        InputError: the file cannot be read or is not a mapping.
+        UsageError: an unknown key, a value that does not fit, an override that is not `key=value`.
+    """
+    file = Path(path)
+    try:
+        if file.stat().st_size > MAX_CONFIG_BYTES:
+            raise InputError(f"{file}: {file.stat().st_size} bytes, a configuration has at most {MAX_CONFIG_BYTES}")
+        data = yaml.safe_load(file.read_text())
+    except FileNotFoundError:
+        raise InputError(f"{file}: no such file") from None
+    except (OSError, UnicodeDecodeError, yaml.YAMLError, RecursionError) as error:
+        raise InputError(f"{file}: not a YAML or JSON file: {_one_line(error)}") from None
+    if not isinstance(data, dict):
+        raise InputError(f"{file}: expected keys and values, got {type(data).__name__}")
+    for override in overrides:
+        _apply(data, override)
+    return parse_config(data, where=str(file))
+
+
+def parse_config(data: Mapping[str, Any], *, where: str = "configuration") -> TrainConfig:
+    """Check a mapping.
+
+    Raises:
+        UsageError: an unknown key (naming the nearest known one) or a value that does not fit.
+    """
+    _refuse_unknown(data, TrainConfig, "", where)
+    try:
+        return TrainConfig.model_validate(data)
+    except ValidationError as error:
+        raise UsageError(f"{where}: {first_error(error)}") from None
+
+
+def _apply(data: dict[str, Any], override: str) -> None:
+    key, equals, text = override.partition("=")
+    parts = key.split(".")
+    if not equals or not all(parts):
+        raise UsageError(f"'{override}' is not key=value", hint="for example lr=1e-5 or ppo.clip=0.1")
+    try:
+        value = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise UsageError(f"'{override}': the value is not YAML: {_one_line(error)}") from None
+    place: Any = data
+    for part in parts[:-1]:
+        if place.get(part) is None:
+            place[part] = {}
+        place = place[part]
+        if not isinstance(place, dict):
+            raise UsageError(f"'{override}': '{part}' is a value, it has no keys below it")
+    place[parts[-1]] = value
+
+
+def _refuse_unknown(data: Mapping[str, Any], model: type[BaseModel], prefix: str, where: str) -> None:
+    known = list(model.model_fields)
+    for key, value in data.items():
+        if key not in known:
+            near = difflib.get_close_matches(str(key), known, n=1)
+            hint = f"did you mean '{prefix}{near[0]}'?" if near else f"known: {', '.join(known)}"
+            raise UsageError(f"{where}: unknown key '{prefix}{key}'", hint=hint)
+        section = _SECTIONS.get(f"{prefix}{key}")
+        if section is not None and isinstance(value, Mapping):
+            _refuse_unknown(value, section, f"{prefix}{key}.", where)
+
+
+_SECTIONS: dict[str, type[BaseModel]] = {
+    "divergence": DivergenceConfig,
+    "ppo": PolicyConfig,
+    "held_out": HeldOut,
+}
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split())

@@ -1,0 +1,151 @@
+"""What a run reports: the metrics of a step, summed over its packs, and the file they go to.
+
+Shape legend: M trained targets of a pack.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from memopd_trace.errors import InputError
+from memopd_trace.storage import atomic_file
+from memopd_trainer.losses import is_clipped
+
+METRICS = "metrics.jsonl"
+
+
+@dataclass(frozen=True, slots=True)
+class StepMetrics:
+    """One step. `loss`, `divergence`, `ppo` (nats per token, before their weights), `entropy` and `ratio` are
+    means with the token weights; what a term that is off would give is `None`."""
+
+    step: int
+    loss: float
+    divergence: float | None
+    ppo: float | None
+    ratio: float | None
+    ratio_min: float | None
+    ratio_max: float | None
+    clip_fraction: float | None  # share of the step's trained tokens
+    entropy: float
+    grad_norm: float  # before clipping
+    lr: float
+    trained_tokens: int
+    logical_tokens: int
+    executed_tokens: int
+    seconds: float
+
+
+@dataclass(slots=True)
+class StepSums:
+    """A step's metrics while its packs pass by."""
+
+    loss: float = 0.0
+    entropy: float = 0.0
+    divergence: float | None = None
+    ppo: float | None = None
+    ratio: float | None = None
+    ratio_min: float | None = None
+    ratio_max: float | None = None
+    clipped: int = 0
+    trained_tokens: int = 0
+    logical_tokens: int = 0
+    executed_tokens: int = 0
+
+    def add_divergence(self, weight_M: Tensor, divergence_M: Tensor) -> None:
+        """Count the distillation term of a pack."""
+        self.divergence = (self.divergence or 0.0) + _mean(weight_M, divergence_M)
+
+    def add_policy(self, weight_M: Tensor, ratio_M: Tensor, advantage_M: Tensor, loss_M: Tensor, clip: float) -> None:
+        """Count the policy term of a pack."""
+        ratio_M = ratio_M.detach()
+        self.ppo = (self.ppo or 0.0) + _mean(weight_M, loss_M)
+        self.ratio = (self.ratio or 0.0) + _mean(weight_M, ratio_M)
+        self.ratio_min = min(math.inf if self.ratio_min is None else self.ratio_min, float(ratio_M.min()))
+        self.ratio_max = max(-math.inf if self.ratio_max is None else self.ratio_max, float(ratio_M.max()))
+        self.clipped += int(is_clipped(ratio_M, advantage_M, clip).sum())
+
+    def add_pack(self, loss: Tensor, weight_M: Tensor, entropy_M: Tensor, logical: int, executed: int) -> None:
+        """Count what every pack has."""
+        self.loss += float(loss.detach())
+        self.entropy += _mean(weight_M, entropy_M)
+        self.trained_tokens += len(weight_M)
+        self.logical_tokens += logical
+        self.executed_tokens += executed
+
+    def finish(self, *, step: int, grad_norm: float, lr: float, seconds: float) -> StepMetrics:
+        """The step's metrics."""
+        return StepMetrics(
+            step=step,
+            loss=self.loss,
+            divergence=self.divergence,
+            ppo=self.ppo,
+            ratio=self.ratio,
+            ratio_min=self.ratio_min,
+            ratio_max=self.ratio_max,
+            clip_fraction=None if self.ratio is None else self.clipped / self.trained_tokens,
+            entropy=self.entropy,
+            grad_norm=grad_norm,
+            lr=lr,
+            trained_tokens=self.trained_tokens,
+            logical_tokens=self.logical_tokens,
+            executed_tokens=self.executed_tokens,
+            seconds=seconds,
+        )
+
+
+class MetricsFile:
+    """One JSON object a line. Opening drops lines of steps after `start` (made, but not checkpointed).
+
+    Raises:
+        InputError: a line is not a JSON object with a step.
+    """
+
+    def __init__(self, path: Path, start: int) -> None:
+        self.path = path
+        self.lines = [line for line in _read(path) if line["step"] <= start]
+        with atomic_file(path) as out:
+            out.write("".join(json.dumps(line) + "\n" for line in self.lines).encode())
+
+    def write(self, line: dict[str, Any]) -> None:
+        """Append one line."""
+        self.lines.append(line)
+        with self.path.open("a") as out:
+            out.write(json.dumps(line) + "\n")
+
+    def held_out(self, step: int, data: str) -> dict[str, float] | None:
+        """The held-out values of the data (named by digest) at a step, if they are in the file."""
+        for line in self.lines:
+            if line["step"] == step and line.get("held_out_data") == data:
+                return dict(line["held_out"])
+        return None
+
+    def write_held_out(self, step: int, data: str, values: dict[str, float]) -> None:
+        """Append held-out values."""
+        self.write({"step": step, "held_out_data": data, "held_out": values})
+
+
+def _read(path: Path) -> list[dict[str, Any]]:
+    if not path.exists():
+        return []
+    lines = []
+    # a killed run may have left its last line unfinished; it belongs to a step that was not checkpointed
+    for text in path.read_text().splitlines(keepends=True):
+        if text.endswith("\n"):
+            try:
+                lines.append(dict(json.loads(text)))
+                lines[-1]["step"] = int(lines[-1]["step"])
+            except (ValueError, TypeError, KeyError):
+                raise InputError(f"{path}: not a line of metrics: {text.strip()[:80]}") from None
+    return lines
+
+
+def _mean(weight_M: Tensor, values_M: Tensor) -> float:
+    return float((weight_M * values_M.detach()).sum(dtype=torch.float64))

@@ -1,0 +1,254 @@
+"""The reference trainer: PPO on the final reward plus full-vocabulary distillation, state by recorded state.
+
+    loss = sum over trained tokens  w * (ppo.weight * PPO + divergence.weight * D(student, teacher))
+
+with the weights w of `memopd_trainer.advantages` (they sum to 1 over a step). One step: draw groups, plan
+their states as the scorer does, run each pack once, both losses from one pass over its targets, backward, one
+AdamW update. Dropout stays off, so that at unchanged weights every ratio is 1. Training in an existing output
+folder goes on from its newest checkpoint and ends with the same bits as an uninterrupted run (on the CPU).
+
+What a step draws depends on the seed and its number alone: each epoch is a new permutation of the groups, cut
+into whole steps; a rest of fewer groups is left for other epochs.
+
+Shape legend: M trained targets of a pack, R prediction rows, D student width.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from memopd_scorer.plan import Layout
+from memopd_scorer.signals import Head
+from memopd_trace.errors import CheckFailed, UsageError
+from memopd_trainer.advantages import Advantages, group_advantages
+from memopd_trainer.batch import Group, Rollouts, TrainPack, load_rollouts, make_packs
+from memopd_trainer.checkpoint import FREE_KEYS, latest_checkpoint, restore_optimizer, save_checkpoint
+from memopd_trainer.config import TrainConfig
+from memopd_trainer.losses import clipped_policy_loss, row_losses
+from memopd_trainer.metrics import METRICS, MetricsFile, StepMetrics, StepSums
+from memopd_trainer.student import Student, head_on, load_student, measure_kl
+
+
+@dataclass(frozen=True, slots=True)
+class TrainResult:
+    """What a run did. `first` and `last` are steps of this call; `episodes_alone` counts episodes that nothing was
+    compared with (their advantage is 0). Held-out values are nats per token (see
+    `memopd_trainer.student.evaluate_kl`), `before` at step 0 or where these data were first given."""
+
+    checkpoint: Path
+    steps: int
+    resumed_from: int
+    groups: int
+    episodes: int
+    episodes_alone: int
+    layout: Layout
+    layout_reason: str
+    first: StepMetrics | None
+    last: StepMetrics | None
+    held_out_before: dict[str, float] | None
+    held_out_after: dict[str, float] | None
+    seconds: float
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain data."""
+        return dataclasses.asdict(self) | {"checkpoint": str(self.checkpoint)}
+
+
+def train(config: TrainConfig, *, on_step: Callable[[StepMetrics], None] | None = None) -> TrainResult:
+    """Run, or go on with, the training that `config` describes; see the module's docstring.
+
+    Writes `output/step-<n>/` (checkpoints) and `output/metrics.jsonl`; `on_step` is called after each step.
+
+    Raises:
+        InputError: a fault of the trace, the scores or the student; see `memopd_trainer.batch.load_rollouts`.
+        UsageError: a configuration that does not fit the data, or an output folder that holds another run.
+        CheckFailed: the loss or the gradient is not finite; names step and episodes. Checkpoints stay.
+    """
+    started = time.perf_counter()
+    torch.manual_seed(config.seed)
+    output, policy = Path(config.output), config.ppo.weight > 0
+    rollouts = load_rollouts(config.trace, config.scores if config.divergence.weight > 0 else None, policy=policy)
+    held_out = None
+    if config.held_out is not None:
+        held_out = load_rollouts(config.held_out.trace, config.held_out.scores, policy=False)
+    advantages = Advantages({}, 0)
+    if policy:
+        advantages = group_advantages(rollouts.groups, normalise_std=config.ppo.normalise_std)
+    per_step = _groups_per_step(config, rollouts)
+    start, checkpoint = latest_checkpoint(output) or (0, None)
+    if start > config.steps:
+        raise UsageError(f"{output}: is at step {start} already, the configuration asks for {config.steps} steps")
+    student = load_student(
+        checkpoint or config.student,
+        rollouts.tokenizer,
+        dtype=config.dtype,
+        device=config.device,
+        layout=config.layout,
+    )
+    teacher = None if rollouts.scores is None else head_on(rollouts.scores.head(), student.device)
+    optimizer = make_optimizer(student, config)
+    identity = _identity(config, rollouts)
+    if checkpoint is not None:
+        restore_optimizer(checkpoint, optimizer, identity)
+    log = MetricsFile(output / METRICS, start)
+    before = after = first = last = None
+    if held_out is not None:
+        before = log.held_out(0, held_out.data_digest) or _measure(start, log, student, held_out, config)
+
+    for step in range(start + 1, config.steps + 1):
+        groups = [rollouts.groups[g] for g in draw_groups(len(rollouts.groups), per_step, step, config.seed)]
+        last = train_step(step, groups, rollouts, advantages, student, teacher, optimizer, config)
+        first = first or last
+        log.write(dataclasses.asdict(last))
+        if on_step is not None:
+            on_step(last)
+        if step == config.steps or (config.save_every and step % config.save_every == 0):
+            checkpoint = save_checkpoint(
+                output, step, student.model, optimizer, identity, tokenizer_from=config.student
+            )
+
+    if held_out is not None:
+        after = _measure(config.steps, log, student, held_out, config)
+    assert checkpoint is not None  # the last step wrote one, or there was nothing left to do
+    return TrainResult(
+        checkpoint=checkpoint,
+        steps=config.steps,
+        resumed_from=start,
+        groups=len(rollouts.groups),
+        episodes=rollouts.episodes,
+        episodes_alone=advantages.alone,
+        layout=student.layout,
+        layout_reason=student.reason,
+        first=first,
+        last=last,
+        held_out_before=before,
+        held_out_after=after,
+        seconds=time.perf_counter() - started,
+    )
+
+
+def train_step(
+    step: int,
+    groups: Sequence[Group],
+    rollouts: Rollouts,
+    advantages: Advantages,
+    student: Student,
+    teacher: Head | None,
+    optimizer: torch.optim.Optimizer,
+    config: TrainConfig,
+) -> StepMetrics:
+    """One update. The packs hold the weights of the whole step, so their losses and gradients add up."""
+    started = time.perf_counter()
+    lr = config.lr * min(1.0, step / max(1, config.warmup_steps))
+    for group in optimizer.param_groups:
+        group["lr"] = lr
+    optimizer.zero_grad(set_to_none=True)
+    sums = StepSums()
+    for train_pack in make_packs(
+        rollouts, groups, advantages.by_episode, layout=student.layout, max_tokens=config.max_tokens
+    ):
+        loss = pack_loss(student, teacher, train_pack, config, sums)
+        _check_finite(float(loss.detach()), "loss", step, train_pack.episode_ids)
+        loss.backward()
+    norm = float(torch.nn.utils.clip_grad_norm_(student.model.parameters(), config.grad_clip))
+    _check_finite(norm, "gradient norm", step, [e.episode_id for g in groups for e in g])
+    optimizer.step()
+    return sums.finish(step=step, grad_norm=norm, lr=lr, seconds=time.perf_counter() - started)
+
+
+def pack_loss(
+    student: Student, teacher: Head | None, train_pack: TrainPack, config: TrainConfig, sums: StepSums
+) -> Tensor:
+    """The share that one pack has in a step's loss, a differentiable scalar; `sums` collects its metrics.
+
+    The ratio is pi(token) / behaviour(token), both over the whole vocabulary at the sampling temperature (at
+    1 where raw log-probabilities were recorded); see `memopd_trainer.batch.behaviour_of`.
+    """
+    hidden_RD = student.states(train_pack.pack)
+    on = hidden_RD.device
+    out = row_losses(
+        student.head,
+        hidden_RD.index_select(0, train_pack.row_M.to(on)),
+        train_pack.ids_M.to(on),
+        temperature_M=None if train_pack.temperature_M is None else train_pack.temperature_M.to(on),
+        teacher=teacher,
+        teacher_ME=None if train_pack.teacher_ME is None else train_pack.teacher_ME.to(on),
+        kind=config.divergence.kind,
+        beta=config.divergence.beta,
+    )
+    weight_M = train_pack.weight_M.to(out.logprob_M)
+    loss = torch.zeros_like(out.logprob_M.sum())
+    if out.divergence_M is not None:
+        loss = loss + config.divergence.weight * (weight_M * out.divergence_M).sum()
+        sums.add_divergence(weight_M, out.divergence_M)
+    if train_pack.behaviour_M is not None:
+        ratio_M = (out.logprob_M - train_pack.behaviour_M.to(out.logprob_M)).exp()
+        advantage_M = train_pack.advantage_M.to(out.logprob_M)
+        policy_M = clipped_policy_loss(ratio_M, advantage_M, config.ppo.clip)
+        loss = loss + config.ppo.weight * (weight_M * policy_M).sum()
+        sums.add_policy(weight_M, ratio_M, advantage_M, policy_M, config.ppo.clip)
+    sums.add_pack(loss, weight_M, out.entropy_M, train_pack.pack.logical_tokens, len(train_pack.pack))
+    return loss
+
+
+def draw_groups(count: int, per_step: int, step: int, seed: int) -> list[int]:
+    """Indices of the groups of step `step` (1, 2…) out of `count`, without repetition."""
+    epoch, place = divmod(step - 1, count // per_step)
+    order = np.random.default_rng([seed, epoch]).permutation(count)
+    return [int(g) for g in order[place * per_step : (place + 1) * per_step]]
+
+
+def make_optimizer(student: Student, config: TrainConfig) -> torch.optim.AdamW:
+    """AdamW; matrices decay, vectors (norms, biases) do not."""
+    parameters = list(student.model.parameters())
+    matrices, vectors = [p for p in parameters if p.ndim >= 2], [p for p in parameters if p.ndim < 2]
+    groups: list[dict[str, Any]] = [{"params": matrices}, {"params": vectors, "weight_decay": 0.0}]
+    return torch.optim.AdamW(groups, lr=config.lr, weight_decay=config.weight_decay)
+
+
+def _groups_per_step(config: TrainConfig, rollouts: Rollouts) -> int:
+    there = len(rollouts.groups)
+    wanted = config.groups_per_step or there
+    if wanted > there:
+        raise UsageError(
+            f"groups_per_step is {wanted}, the trace has {there} groups",
+            hint="lower it, or leave it out to use all groups in each step",
+        )
+    return wanted
+
+
+def _measure(
+    step: int, log: MetricsFile, student: Student, held_out: Rollouts, config: TrainConfig
+) -> dict[str, float]:
+    """The held-out values at a step: those in the file, or measured now and written there."""
+    values = log.held_out(step, held_out.data_digest)
+    if values is None:
+        values = measure_kl(student, held_out, config.max_tokens)
+        log.write_held_out(step, held_out.data_digest, values)
+    return values
+
+
+def _identity(config: TrainConfig, rollouts: Rollouts) -> dict[str, Any]:
+    """What must stay the same for a run to go on: plain values, the data by their digests."""
+    values = {k: v for k, v in config.model_dump(mode="json").items() if k not in FREE_KEYS}
+    return values | {"trace (digest)": rollouts.digest, "scores (digest)": rollouts.scores_digest}
+
+
+def _check_finite(value: float, what: str, step: int, episodes: Sequence[str]) -> None:
+    if math.isfinite(value):
+        return
+    more = f" and {len(episodes) - 8} more" if len(episodes) > 8 else ""
+    raise CheckFailed(
+        f"step {step}: the {what} is {value}, episodes " + ", ".join(f"'{e}'" for e in episodes[:8]) + more,
+        hint="nothing of this step was applied; a lower lr or dtype float32 may help",
+    )
