@@ -10,6 +10,7 @@ from pathlib import Path
 import typer
 
 from memopd_trace import rules
+from memopd_trace.cli.console import OutputFormat
 from memopd_trace.rules.registry import Rule
 from memopd_trace.schema import Table, arrow_schema, to_json, to_markdown
 from memopd_trace.storage import atomic_file
@@ -47,13 +48,6 @@ class FailOn(StrEnum):
     warning = "warning"
 
 
-class ReportFormat(StrEnum):
-    """A rendering of a report or a list."""
-
-    text = "text"
-    json = "json"
-
-
 def schema(
     table: TableName = typer.Argument(TableName.trace),
     format: SchemaFormat = typer.Option(SchemaFormat.markdown, "--format"),
@@ -78,7 +72,7 @@ def check(
     ignore: list[str] = typer.Option([], metavar="CODE", help="Do not judge these codes (a glob is fine)."),
     fail_on: FailOn = typer.Option(FailOn.error, help="The least severity that gives exit code 1."),
     max_findings: int = typer.Option(MAX_FINDINGS, min=0, help="Findings shown per code; counts stay true."),
-    format: ReportFormat = typer.Option(ReportFormat.text, "--format"),
+    format: OutputFormat = typer.Option(OutputFormat.text, "--format"),
     output: Path | None = typer.Option(None, "--output", "-o", help="Write the report to this file."),
     exit_zero: bool = typer.Option(False, "--exit-zero", help="Exit 0 in spite of findings (not of a refusal)."),
 ) -> None:
@@ -89,7 +83,7 @@ def check(
     Example: memopd-trace validate run/ --profile train --format json -o report.json
     """
     report = validate(paths, profile.value, select=select, ignore=ignore, max_findings=max_findings)
-    text = report.to_json() if format is ReportFormat.json else report.to_text()
+    text = report.to_json() if format is OutputFormat.json else report.to_text()
     if output is None:
         sys.stdout.write(text)
     else:
@@ -110,14 +104,14 @@ def explain(code: str = typer.Argument(..., help="A code of the list that `codes
 
 def codes(
     profile: Profile | None = typer.Option(None, help="Only the codes that this profile turns on."),
-    format: ReportFormat = typer.Option(ReportFormat.text, "--format"),
+    format: OutputFormat = typer.Option(OutputFormat.text, "--format"),
 ) -> None:
     """List the codes of all rules.
 
     Example: memopd-trace codes --profile train
     """
     chosen = [r for r in rules.RULES.values() if profile is None or profile.value in r.profiles]
-    if format is ReportFormat.json:
+    if format is OutputFormat.json:
         print(rules.codes_json(chosen), end="")
         return
     width = max(len(r.code) for r in chosen)

@@ -5,9 +5,17 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from enum import StrEnum
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+
+class OutputFormat(StrEnum):
+    """How a result is printed."""
+
+    text = "text"
+    json = "json"
 
 
 @dataclass

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
@@ -11,15 +10,8 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from memopd_trace.cli.console import notice, progress
+from memopd_trace.cli.console import OutputFormat, notice, progress
 from memopd_trace.errors import MissingExtraError
-
-
-class SummaryFormat(StrEnum):
-    """How the summary is printed."""
-
-    text = "text"
-    json = "json"
 
 
 def train(
@@ -27,7 +19,7 @@ def train(
     override: list[str] | None = typer.Argument(
         None, metavar="KEY=VALUE", help="Other values for its keys; dots for nesting."
     ),
-    format: SummaryFormat = typer.Option(SummaryFormat.text, "--format"),
+    format: OutputFormat = typer.Option(OutputFormat.text, "--format"),
 ) -> None:
     """Train a student on a trace and its scores; running it again continues an interrupted run.
 
@@ -48,7 +40,7 @@ def train(
         notice(f"layout {result.layout} instead of {settings.layout}: {result.layout_reason}")
     if result.episodes_alone:
         notice(f"{result.episodes_alone} episodes had no other in their group: their advantage is 0")
-    if format is SummaryFormat.json:
+    if format is OutputFormat.json:
         print(json.dumps(result.to_json(), indent=1))
     else:
         _print_summary(result)

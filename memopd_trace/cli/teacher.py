@@ -11,7 +11,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from memopd_trace.cli.console import notice, progress
+from memopd_trace.cli.console import OutputFormat, notice, progress
 from memopd_trace.errors import MissingExtraError
 from memopd_trace.storage import TraceReader
 
@@ -30,13 +30,6 @@ class AttentionName(StrEnum):
     auto = "auto"
     sdpa = "sdpa"
     eager = "eager"
-
-
-class OutputFormat(StrEnum):
-    """How a result is printed."""
-
-    text = "text"
-    json = "json"
 
 
 def plan(

@@ -1,4 +1,4 @@
-"""Scores on disk: shards that appear whole or not at all, so that a killed run loses one shard's work.
+"""Writing scores: shards that appear whole or not at all, so that a killed run loses one shard's work.
 
     run.json                       what the run is (`ScoresMetadata`), written first
     head.safetensors               the teacher's output head, when states are stored
@@ -8,7 +8,7 @@
 Continuing a run verifies every finished shard against the hash in its name and scores the others. Rows are keyed by
 (episode_id, invocation_index) and carry the trace row's state digest.
 
-Shape legend: M targets of a row, K chosen ids, D model width.
+Shape legend: M targets of a pack, K chosen ids, D model width.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ import hashlib
 import json
 import re
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -32,18 +31,14 @@ from torch import Tensor
 
 from memopd_scorer.plan import Pack
 from memopd_scorer.signals import Head, Signals
-from memopd_trace.conform import iter_list_values
 from memopd_trace.errors import InputError, UsageError
 from memopd_trace.metadata import ScoresMetadata, check_version, first_error
 from memopd_trace.schema import SCORES_COLUMNS
-from memopd_trace.storage import MANIFEST, atomic_file, read_manifest
+from memopd_trace.storage import MANIFEST, atomic_file
 
 RUN, HEAD, LOCK = "run.json", "head.safetensors", ".lock"
 SHARD_BYTES = 32 * 2**20
 SHARD_TOKENS = 2**20
-SELF_CHECK_ROWS = 8
-# |recomputed - stored| in nats that another machine's float32 arithmetic explains
-SELF_CHECK_TOLERANCE = 1e-3
 _SHARD_NAME = re.compile(r"shard-(\d{6,})-([0-9a-f]{16})\.parquet")
 
 
@@ -70,7 +65,7 @@ class ScoresWriter:
         if not (folder / RUN).exists():
             with atomic_file(folder / RUN) as out:
                 out.write(metadata.model_dump_json(indent=1).encode())
-        if metadata.hidden_dtype is not None and not _head_is_whole(folder / HEAD, metadata):
+        if metadata.hidden_dtype is not None and not head_is_whole(folder / HEAD, metadata):
             with atomic_file(folder / HEAD) as out:
                 out.write(save(_head_tensors(head)))
 
@@ -126,7 +121,7 @@ class ScoresWriter:
     def _verified_shards(self, repair: bool) -> dict[int, Path]:
         finished: dict[int, Path] = {}
         for file in sorted(self.folder.glob("shard-*.parquet")):
-            if _shard_is_whole(file):
+            if shard_is_whole(file):
                 finished[_shard_number(file)] = file
             elif repair:
                 file.unlink()
@@ -138,128 +133,6 @@ class ScoresWriter:
                     hint="run the same command with --repair to score this shard again",
                 )
         return finished
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class ScoreRow:
-    """One teacher's signals for one invocation; arrays over its M scored tokens, absent signals `None`."""
-
-    episode_id: str
-    invocation_index: int
-    state_digest: bytes
-    output_index: np.ndarray  # int32 [M]
-    logprob: np.ndarray  # float32 [M], nats
-    logsumexp: np.ndarray  # float32 [M]
-    entropy: np.ndarray  # float32 [M], nats
-    topk_ids: np.ndarray | None  # int32 [M, K]
-    topk_logprobs: np.ndarray | None  # float32 [M, K], nats
-    tail_logprob: np.ndarray | None  # float32 [M], nats
-    hidden: Tensor | None  # [M, D] in the teacher's dtype
-    logits: np.ndarray | None  # float32 [M, size]
-
-
-class ScoresReader:
-    """A finished scores folder: look rows up by (episode_id, invocation_index), rebuild the whole vocabulary.
-
-    Opening recomputes `logsumexp` and `logprob` of a few rows from (state, head) when states are stored.
-
-    Raises:
-        InputError: `E-NO-INPUT`, `E-INCOMPLETE`, `E-SCORES-DAMAGED`, `E-SCORES-CHECK`, or a fault of the metadata.
-    """
-
-    def __init__(self, folder: str | Path) -> None:
-        self.folder = Path(folder)
-        if not self.folder.is_dir():
-            raise InputError(f"{folder}: no such folder", code="E-NO-INPUT")
-        self.metadata = read_run(self.folder)
-        self.files = [self.folder / part["name"] for part in read_manifest(self.folder)["files"]]
-        self._where: dict[tuple[str, int], tuple[int, int]] = {}
-        for number, file in enumerate(self.files):
-            if not file.is_file() or not _shard_is_whole(file):
-                raise InputError(
-                    f"{file}: missing or damaged",
-                    code="E-SCORES-DAMAGED",
-                    hint="run the same `memopd-trace score` with --repair",
-                )
-            keys = pq.read_table(file, columns=["episode_id", "invocation_index"]).to_pydict()
-            for row, key in enumerate(zip(keys["episode_id"], keys["invocation_index"], strict=True)):
-                self._where[key] = (number, row)
-        self._head: Head | None = None
-        self._loaded: tuple[int, list[ScoreRow]] | None = None
-        self._self_check()
-
-    def __len__(self) -> int:
-        return len(self._where)
-
-    def get(self, episode_id: str, invocation_index: int) -> ScoreRow | None:
-        """The row of an invocation, or `None`. Neighbouring rows come from one read."""
-        place = self._where.get((episode_id, invocation_index))
-        if place is None:
-            return None
-        number, row = place
-        if self._loaded is None or self._loaded[0] != number:
-            self._loaded = number, list(_read_rows(self.files[number], self.metadata))
-        return self._loaded[1][row]
-
-    def head(self) -> Head:
-        """The teacher's output head, checked against its digest.
-
-        Raises:
-            InputError: `E-SCORES-DAMAGED` when the head is missing or is another one.
-        """
-        if self._head is None:
-            if not _head_is_whole(self.folder / HEAD, self.metadata):
-                raise InputError(
-                    f"{self.folder / HEAD}: missing, or not the head the scores were made with",
-                    code="E-SCORES-DAMAGED",
-                    hint="run the same `memopd-trace score` again",
-                )
-            self._head = _load_head(self.folder / HEAD, self.metadata)
-        return self._head
-
-    def logprobs(self, row: ScoreRow, *, chunk: int = 256) -> Iterator[Tensor]:
-        """Full-vocabulary log-probabilities of a row, float32 [<= chunk, size] at a time, in target order.
-
-        Raises:
-            UsageError: no states are stored.
-        """
-        if row.hidden is None:
-            raise UsageError(f"{self.folder}: no states are stored", hint="score with --signal hidden")
-        for start in range(0, len(row.hidden), chunk):
-            yield self.head().logits(row.hidden[start : start + chunk]).log_softmax(-1)
-
-    def verify(self, row: ScoreRow, target_ids: np.ndarray | None = None) -> None:
-        """Recompute the first scored token of a row from (state, head).
-
-        `target_ids` are the row's sampled ids (int32 [M], from the trace); with them `logprob` is checked as well.
-
-        Raises:
-            InputError: `E-SCORES-CHECK` with the difference in nats.
-        """
-        if row.hidden is None or len(row.hidden) == 0:
-            return
-        logits = self.head().logits(row.hidden[:1])[0].double()
-        logsumexp = float(logits.logsumexp(-1))
-        errors = {"logsumexp": abs(logsumexp - float(row.logsumexp[0]))}
-        if target_ids is not None:
-            errors["logprob"] = abs(float(logits[int(target_ids[0])]) - logsumexp - float(row.logprob[0]))
-        for name, error in errors.items():
-            if not error <= SELF_CHECK_TOLERANCE:
-                raise InputError(
-                    f"{self.folder}: episode '{row.episode_id}', invocation {row.invocation_index}: {name} recomputed "
-                    f"from state and head is off by {error:.2e} nats (limit {SELF_CHECK_TOLERANCE:.0e})",
-                    code="E-SCORES-CHECK",
-                    hint="these scores are not of this head and these states; score again",
-                )
-
-    def _self_check(self) -> None:
-        if self.metadata.hidden_dtype is None:
-            return
-        keys = list(self._where)
-        for key in keys[:: max(1, len(keys) // SELF_CHECK_ROWS)][:SELF_CHECK_ROWS]:
-            row = self.get(*key)
-            assert row is not None
-            self.verify(row)
 
 
 def read_run(folder: Path) -> ScoresMetadata:
@@ -338,42 +211,6 @@ def _hidden_to_arrow(hidden_MD: Tensor) -> pa.Array:
     return pa.FixedSizeListArray.from_arrays(pa.array(flat.numpy()), width)
 
 
-def _read_rows(file: Path, metadata: ScoresMetadata) -> Iterator[ScoreRow]:
-    """The rows of one shard, as views of its columns."""
-    table = pq.read_table(file, page_checksum_verification=True).combine_chunks()
-    columns = {name: table.column(name).combine_chunks() for name in table.column_names}
-    offsets, output_index = iter_list_values(columns["output_index"])
-    flat: dict[str, Any] = {"output_index": output_index.to_numpy()}
-    for name in ("logprob", "logsumexp", "entropy", "tail_logprob"):
-        flat[name] = iter_list_values(columns[name])[1].to_numpy() if name in columns else None
-    for name in ("topk_ids", "topk_logprobs", "logits"):
-        flat[name] = None
-        if name in columns:
-            inner = iter_list_values(columns[name])[1]
-            flat[name] = iter_list_values(inner)[1].to_numpy().reshape(len(inner), -1)
-    flat["hidden"] = None
-    if "hidden" in columns:
-        states = iter_list_values(columns["hidden"])[1]
-        flat["hidden"] = _hidden_from_arrow(states, metadata)
-    keys = [columns[n].to_pylist() for n in ("episode_id", "invocation_index", "state_digest")]
-    for row, (episode_id, index, digest) in enumerate(zip(*keys, strict=True)):
-        part = slice(int(offsets[row]), int(offsets[row + 1]))
-        arrays: dict[str, Any] = {k: None if v is None else v[part] for k, v in flat.items()}
-        yield ScoreRow(episode_id, index, digest, **arrays)
-
-
-def _hidden_from_arrow(states: pa.Array, metadata: ScoresMetadata) -> Tensor:
-    if states.type.list_size != metadata.teacher.head.width:
-        raise InputError(
-            f"stored states have width {states.type.list_size}, the head takes {metadata.teacher.head.width}",
-            code="E-SCORES-DAMAGED",
-        )
-    flat = torch.from_numpy(states.flatten().to_numpy(zero_copy_only=False).copy())
-    if metadata.hidden_dtype == "bfloat16":
-        flat = flat.view(torch.bfloat16)
-    return flat.reshape(len(states), metadata.teacher.head.width)
-
-
 def _head_tensors(head: Head) -> dict[str, Tensor]:
     tensors = {"weight": head.weight_VD.detach().cpu().contiguous()}
     if head.bias_V is not None:
@@ -381,19 +218,22 @@ def _head_tensors(head: Head) -> dict[str, Tensor]:
     return tensors
 
 
-def _load_head(file: Path, metadata: ScoresMetadata) -> Head:
+def load_head(file: Path, metadata: ScoresMetadata) -> Head:
+    """The head in a file, unchecked."""
     tensors, info = load_file(file), metadata.teacher.head
     return Head(tensors["weight"], tensors.get("bias"), info.logit_scale, info.softcap, info.size)
 
 
-def _head_is_whole(file: Path, metadata: ScoresMetadata) -> bool:
+def head_is_whole(file: Path, metadata: ScoresMetadata) -> bool:
+    """Whether a file holds the very head of the metadata."""
     try:
-        return _load_head(file, metadata).digest() == metadata.teacher.head.digest
+        return load_head(file, metadata).digest() == metadata.teacher.head.digest
     except Exception:  # whatever is wrong with the file, it is not the head
         return False
 
 
-def _shard_is_whole(file: Path) -> bool:
+def shard_is_whole(file: Path) -> bool:
+    """Whether a shard's bytes match the hash in its name."""
     name = _SHARD_NAME.fullmatch(file.name)
     return name is not None and hashlib.sha256(file.read_bytes()).hexdigest()[:16] == name[2]
 

@@ -7,12 +7,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from transformers import AutoTokenizer, PreTrainedModel
+
 from memopd_scorer.attention import states_at_rows
 from memopd_scorer.plan import Pack, plan
 from memopd_scorer.signals import head_of
 from memopd_scorer.teacher import load_model, probe
-from transformers import AutoTokenizer, PreTrainedModel
-
 from memopd_trace.invocation import Episode, Invocation
 
 pytestmark = pytest.mark.slow

@@ -27,8 +27,9 @@ from helpers_scorer import (
 )
 
 from memopd_scorer.score import score
+from memopd_scorer.scores import ScoresReader
 from memopd_scorer.signals import head_of
-from memopd_scorer.store import HEAD, ScoresReader
+from memopd_scorer.store import HEAD
 from memopd_scorer.teacher import load_teacher
 from memopd_trace.errors import InputError, UsageError
 from memopd_trace.invocation import Episode

@@ -71,7 +71,9 @@ def test_every_encoding_reads_alike(name: str) -> None:
 
 
 def test_struct_fields_and_columns_may_come_in_any_order() -> None:
-    usual = pa.array(SEGMENTS, pa.list_(pa.struct([("start", pa.int32()), ("stop", pa.int32()), ("kind", pa.string())])))
+    usual = pa.array(
+        SEGMENTS, pa.list_(pa.struct([("start", pa.int32()), ("stop", pa.int32()), ("kind", pa.string())]))
+    )
     other = pa.array(
         SEGMENTS, pa.large_list(pa.struct([("kind", pa.large_string()), ("stop", pa.int32()), ("start", pa.int32())]))
     )

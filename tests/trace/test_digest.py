@@ -35,9 +35,7 @@ def by_hand(*arrays: list[int], media: tuple[tuple[int, int, bytes], ...] = ()) 
 def test_defaults_are_written_out() -> None:
     expected = by_hand([7, 8, 9], [10, 11], [0, 1, 2, 3, 4], [0, 1, 2, 3, 4], [5] * 5, [3, 4])
     assert row().compute_digest() == expected
-    explicit = row(
-        position_ids=range(5), visible_from=range(5), visible_until=[5] * 5
-    )
+    explicit = row(position_ids=range(5), visible_from=range(5), visible_until=[5] * 5)
     assert explicit.compute_digest() == expected
 
 

@@ -65,6 +65,9 @@ int32 = st.integers(-(2**31), 2**31 - 1)
 ids = st.lists(int32, max_size=5)
 text = st.text(st.characters(exclude_categories=["Cs"]), max_size=5)
 floats = st.floats(width=32, allow_nan=True)
+segments = st.builds(Segment, int32, int32, text, optional(int32), optional(int32))
+media = st.builds(Media, int32, int32, st.binary(min_size=32, max_size=32))
+samplings = st.builds(Sampling, optional(st.floats(allow_nan=False)), seed=optional(int32))
 
 
 @st.composite
@@ -84,12 +87,16 @@ def rows(draw: st.DrawFn) -> list[Invocation]:
                 "output_sampled": draw(optional(st.lists(st.booleans(), max_size=4))),
                 "output_policy_versions": draw(optional(st.lists(st.integers(-(2**63), 2**63 - 1), max_size=3))),
                 "segments": draw(
-                    optional(st.lists(st.builds(Segment, int32, int32, text, optional(int32), optional(int32)), max_size=2))
+                    optional(
+                        st.lists(st.builds(Segment, int32, int32, text, optional(int32), optional(int32)), max_size=2)
+                    )
                 ),
                 "media": draw(
                     optional(st.lists(st.builds(Media, int32, int32, st.binary(min_size=32, max_size=32)), max_size=2))
                 ),
-                "sampling": draw(optional(st.builds(Sampling, optional(st.floats(allow_nan=False)), seed=optional(int32)))),
+                "sampling": draw(
+                    optional(st.builds(Sampling, optional(st.floats(allow_nan=False)), seed=optional(int32)))
+                ),
                 "reward": draw(optional(st.floats(allow_nan=False))),
                 "rewards": draw(optional(st.dictionaries(text, st.floats(allow_nan=False), max_size=2))),
                 "extra": draw(optional(st.dictionaries(text, text, max_size=2))),

@@ -17,7 +17,7 @@ from helpers_scorer import PADDED, SIZE, metadata_for, save_model, tiny_model
 from helpers_trainer import Setup, make_setup, rewarded_groups, with_behaviour
 
 from memopd_scorer.score import score
-from memopd_scorer.store import ScoreRow, ScoresReader
+from memopd_scorer.scores import ScoreRow, ScoresReader
 from memopd_trace.errors import InputError, TraceError
 from memopd_trace.invocation import Episode, Invocation, Media, Sampling
 from memopd_trace.storage import write

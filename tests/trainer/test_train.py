@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokeni
 
 from memopd_scorer.plan import LAYOUTS, Pack
 from memopd_scorer.score import score
-from memopd_scorer.store import ScoresReader
+from memopd_scorer.scores import ScoresReader
 from memopd_scorer.teacher import load_model
 from memopd_trace.errors import CheckFailed, InputError, UsageError
 from memopd_trace.invocation import Episode, Invocation, Sampling

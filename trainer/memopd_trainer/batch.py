@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from memopd_scorer.plan import Layout, Pack, plan_states, state_of
-from memopd_scorer.store import ScoreRow, ScoresReader
+from memopd_scorer.scores import ScoreRow, ScoresReader
 from memopd_trace.errors import InputError
 from memopd_trace.invocation import Episode, Invocation
 from memopd_trace.metadata import Tokenizer
