@@ -38,6 +38,7 @@ format: $(READY)
 	$(BIN)/ruff format .
 
 spec: $(READY)  ## render what spec/ holds of the code
+	$(BIN)/python -m memopd_trace.rules > spec/codes.json
 	for table in trace scores; do \
 	  $(BIN)/memopd-trace schema $$table > spec/schema/$$table.md && \
 	  $(BIN)/memopd-trace schema $$table --format json > spec/schema/$$table.json && \

@@ -13,14 +13,15 @@ from fnmatch import fnmatchcase
 
 from memopd_trace.errors import UsageError
 from memopd_trace.rules import behaviour, calls, files, lineage, outcome, presence, segments, state, structure
-from memopd_trace.rules.refusals import REFUSALS
+from memopd_trace.rules.refusals import REFUSALS, RUN_REFUSALS
 from memopd_trace.rules.registry import PROFILES, Rule
 from memopd_trace.schema import SPEC_VERSION
 
 _MODULES = (files, structure, lineage, segments, state, behaviour, calls, outcome, presence)
 
 RULES: dict[str, Rule] = {
-    r.code: r for r in (*REFUSALS, *(v for m in _MODULES for v in vars(m).values() if isinstance(v, Rule)))
+    r.code: r
+    for r in (*REFUSALS, *RUN_REFUSALS, *(v for m in _MODULES for v in vars(m).values() if isinstance(v, Rule)))
 }
 
 

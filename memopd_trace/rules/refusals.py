@@ -1,7 +1,7 @@
-"""The codes of inputs that are refused: raised while opening or reading, before any row can be judged.
+"""The codes of inputs that are refused, as entries without a function: all are raised as `InputError`.
 
-They are entries without a function: `memopd_trace.storage` and `memopd_trace.metadata` raise them as
-`InputError`.
+`REFUSALS` are raised while opening or reading a trace (`memopd_trace.storage`, `memopd_trace.metadata`), before any
+row can be judged. `RUN_REFUSALS` are raised by `score`, `audit` and `train`; the validator knows their pages only.
 """
 
 from __future__ import annotations
@@ -58,5 +58,97 @@ REFUSALS: tuple[Rule, ...] = (
         "open",
         "A reader MUST refuse a column that it cannot read as its declared type.",
         None,
+    ),
+)
+
+RUN_REFUSALS: tuple[Rule, ...] = (
+    Rule(
+        "E-MODEL-LOAD",
+        "a model cannot be loaded",
+        "run",
+        "A model MUST be a Transformers folder with safetensors and tokenizer files, a `.gguf` file, or a hub name.",
+        None,
+        profiles=(),
+    ),
+    Rule(
+        "E-MODEL-UNSUPPORTED",
+        "a model cannot run a state exactly",
+        "run",
+        "A state MUST be run exactly as recorded or refused by name.",
+        None,
+        profiles=(),
+    ),
+    Rule(
+        "E-TOKENIZER-MISMATCH",
+        "a model has another tokenizer than the trace",
+        "run",
+        "A model MUST have the tokenizer that the trace's ids come from.",
+        None,
+        profiles=(),
+    ),
+    Rule("E-NONFINITE", "a teacher's logits are NaN or infinite", "run", "A score MUST be finite.", None, profiles=()),
+    Rule(
+        "E-SCORES-OTHER-RUN",
+        "a scores folder holds another run",
+        "run",
+        "A scores folder MUST hold one run.",
+        None,
+        profiles=(),
+    ),
+    Rule(
+        "E-SCORES-DAMAGED",
+        "a shard or the head of a scores folder is damaged",
+        "run",
+        "A shard's bytes MUST match the hash in its name, and the head its digest.",
+        None,
+        profiles=(),
+    ),
+    Rule(
+        "E-SCORES-CHECK",
+        "scores do not follow from their states and head",
+        "run",
+        "`logsumexp` and `logprob` MUST be what state and head give, to 0.001 nats.",
+        None,
+        profiles=(),
+    ),
+    Rule(
+        "E-SCORES-STATE",
+        "a score is of another state than the trace's row",
+        "run",
+        "A score row MUST carry the state digest of the trace row it is joined with.",
+        None,
+        profiles=(),
+    ),
+    Rule(
+        "E-SCORES-MISSING",
+        "a trained token has no score",
+        "run",
+        "Every token that is trained by distillation MUST have a score.",
+        None,
+        profiles=(),
+    ),
+    Rule(
+        "E-NO-TARGETS",
+        "nothing in a trace is to be trained",
+        "run",
+        "A trace given to training MUST hold tokens to be trained.",
+        None,
+        profiles=(),
+    ),
+    Rule(
+        "E-ID-PADDED",
+        "a token to be trained is beyond the tokenizer",
+        "run",
+        "A trained id MUST be one of the tokenizer's real ids.",
+        None,
+        profiles=(),
+    ),
+    Rule(
+        "E-AUDIT-NO-LOGPROBS",
+        "nothing to audit",
+        "run",
+        "An audited trace MUST hold log-probabilities of a known kind.",
+        None,
+        profiles=(),
     ),
 )

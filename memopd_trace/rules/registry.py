@@ -9,6 +9,7 @@ warnings; no option changes that. Phases, in the order in which a row meets them
     batch     per batch, vectorised over flat child arrays
     key       per run of rows with one `episode_id`; runs with broken keys are not shown to `episode` rules
     episode   per whole episode
+    run       never by the validator: `score`, `audit` and `train` refuse with it (exit code 3)
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from typing import Any, Literal
 
 from memopd_trace.report import Severity
 
-Phase = Literal["open", "file", "shape", "batch", "key", "episode"]
+Phase = Literal["open", "file", "shape", "batch", "key", "episode", "run"]
 Profile = Literal["core", "lineage", "policy", "train"]
 PROFILES: tuple[Profile, ...] = ("core", "lineage", "policy", "train")
 
