@@ -51,9 +51,7 @@ def main() -> None:
     parser.add_argument("--episodes", type=int, default=20)
     options = parser.parse_args()
     rows = [r for e in range(options.episodes) for r in history(e, options.calls)]
-    new = [
-        r if r.invocation_index == 0 else r.replace(prompt_ids=r.prompt_ids[-450:]) for r in rows
-    ]
+    new = [r if r.invocation_index == 0 else r.replace(prompt_ids=r.prompt_ids[-450:]) for r in rows]
     with tempfile.TemporaryDirectory() as folder:
         whole, delta = Path(folder) / "whole.parquet", Path(folder) / "delta.parquet"
         write(whole, METADATA, rows)

@@ -10,9 +10,10 @@ Shape legend: R prediction rows, M targets, D model width, V vocabulary.
 
 from __future__ import annotations
 
+import io
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stderr
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -262,13 +263,25 @@ def _location(path: str | os.PathLike[str]) -> tuple[str, dict[str, str]]:
 
 
 @contextmanager
-def _load_errors(path: str | os.PathLike[str]) -> Iterator[None]:
-    """One clear line for whatever Transformers raises while loading; its own notices stay quiet."""
+def quiet_transformers() -> Iterator[None]:
+    """Keep Transformers' notices and progress bars off the terminal; what goes wrong is raised all the same."""
     verbosity = transformers_logging.get_verbosity()
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
     try:
-        yield
+        with redirect_stderr(io.StringIO()):  # some of its bars know no switch
+            yield
+    finally:
+        transformers_logging.set_verbosity(verbosity)
+        transformers_logging.enable_progress_bar()
+
+
+@contextmanager
+def _load_errors(path: str | os.PathLike[str]) -> Iterator[None]:
+    """One clear line for whatever Transformers raises while loading."""
+    try:
+        with quiet_transformers():
+            yield
     except (OSError, ValueError, KeyError, RuntimeError, ImportError, AttributeError, TypeError) as error:
         line = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise InputError(
@@ -276,6 +289,3 @@ def _load_errors(path: str | os.PathLike[str]) -> Iterator[None]:
             code="E-MODEL-LOAD",
             hint="give a Transformers folder with safetensors and tokenizer files",
         ) from None
-    finally:
-        transformers_logging.set_verbosity(verbosity)
-        transformers_logging.enable_progress_bar()

@@ -113,8 +113,8 @@ def test_each_call_sees_the_question_one_part_and_the_memory_written_before_it()
 
 
 def test_a_memory_moves_as_sampled_even_where_its_text_would_be_encoded_otherwise() -> None:
-    sampled = [*encode("b"), *encode("el"), *encode("l")]
-    assert encode(TOKENIZER.decode(sampled)) != sampled or len(sampled) > len(encode("bell")), "no canonical ids"
+    sampled = [i for letter in " memory" for i in encode(letter)]
+    assert encode(TOKENIZER.decode(sampled)) != sampled
     rows, _ = play([[*sampled, STOP], [STOP], [*sampled, STOP], [STOP]])
     assert part(rows[1], "memory") == sampled
     assert part(rows[2], "memory") == [], "an empty memory stays empty"

@@ -10,16 +10,15 @@ import os
 import pickle
 import re
 import shutil
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError
 from transformers import AutoTokenizer, PreTrainedModel
-from transformers.utils import logging as transformers_logging
 
+from memopd_scorer.teacher import quiet_transformers
 from memopd_trace.errors import InputError, UsageError
 from memopd_trace.storage import sync_folder
 
@@ -67,7 +66,7 @@ def save_checkpoint(
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir(parents=True)
     try:
-        with _no_bars():
+        with quiet_transformers():
             model.save_pretrained(temporary)
         _save_tokenizer(tokenizer_from, temporary)
         state = {"step": step, "identity": dict(identity), "optimizer": optimizer.state_dict()}
@@ -117,18 +116,6 @@ def restore_optimizer(folder: Path, optimizer: torch.optim.Optimizer, identity: 
                 hint="train into another folder, or give the same value",
             )
     optimizer.load_state_dict(values)
-
-
-@contextmanager
-def _no_bars() -> Iterator[None]:
-    """Transformers' own progress bars have no place on a command's stderr."""
-    shown = transformers_logging.is_progress_bar_enabled()
-    transformers_logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        if shown:
-            transformers_logging.enable_progress_bar()
 
 
 def _save_tokenizer(source: str, folder: Path) -> None:

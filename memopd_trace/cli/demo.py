@@ -1,0 +1,62 @@
+"""The command that shows everything at once: `demo`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from memopd_trace.cli.console import notice, settings, stderr
+from memopd_trace.errors import MissingExtraError
+
+
+def demo(
+    output: Path = typer.Option(Path("demo-out"), "--output", "-o", help="Folder for everything the demo makes."),
+    model: Path | None = typer.Option(None, help="Another instruct model to start from (.gguf)."),
+) -> None:
+    """Run the whole pipeline on a small real model, on the CPU.
+
+    Rollouts of a memory agent, trace, validate, score, audit, train, report. Running it again goes on where it stopped.
+
+    Example: memopd-trace demo -o demo-out
+    """
+    module = _demo_module()
+    status = stderr().status("models")
+    with status:
+        report = module.demo(
+            output,
+            gguf=model,
+            on_stage=lambda name, seconds: notice(f"{name:<9} {seconds:6.1f} s"),
+            on_progress=lambda text: status.update(text) if not settings.quiet else None,
+        )
+    table = Table("what", "value", box=None, title="memopd-trace demo", title_justify="left")
+    for name, value in report.rows.items():
+        table.add_row(name, _shown(value))
+    for name, seconds in report.seconds.items():
+        table.add_row(f"seconds: {name}", f"{seconds:.1f}")
+    table.add_row("seconds: all", f"{sum(report.seconds.values()):.1f}")
+    Console().print(table)
+
+
+def register(app: typer.Typer) -> None:
+    """Add this module's command."""
+    app.command()(demo)
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, int):
+        return f"{value:,}"
+    if isinstance(value, float):
+        return f"{value:.2e}" if 0 < abs(value) < 1e-3 else f"{value:.4f}"
+    return str(value)
+
+
+def _demo_module() -> Any:
+    try:
+        import memopd_trainer.demo
+    except ModuleNotFoundError as error:
+        raise MissingExtraError(f"the demo needs '{error.name}'", hint="pip install 'memopd-trace[demo]'") from None
+    return memopd_trainer.demo
