@@ -14,7 +14,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from memopd_trace.schema import TABLES, Column, Table, type_name
+from memopd_trace.schema import TRACE_COLUMNS, Column, type_name
 
 
 class MisfitError(ValueError):
@@ -36,7 +36,7 @@ class Misfit:
     row: int | None = None
 
 
-def conform_batch(batch: pa.RecordBatch, table: Table = "trace") -> tuple[pa.RecordBatch, list[Misfit]]:
+def conform_batch(batch: pa.RecordBatch) -> tuple[pa.RecordBatch, list[Misfit]]:
     """The batch with every declared column in declared order and type, and what did not fit.
 
     Absent optional columns come as all-null; a column that does not fit comes as all-null too and is named in
@@ -44,7 +44,7 @@ def conform_batch(batch: pa.RecordBatch, table: Table = "trace") -> tuple[pa.Rec
     """
     arrays, misfits = [], []
     names = batch.schema.names
-    for column in TABLES[table]:
+    for column in TRACE_COLUMNS:
         if names.count(column.name) != 1:
             if column.required or names.count(column.name) > 1:
                 actual = "nothing" if column.name not in names else "the name twice"
@@ -55,7 +55,7 @@ def conform_batch(batch: pa.RecordBatch, table: Table = "trace") -> tuple[pa.Rec
         arrays.append(array)
         if misfit is not None:
             misfits.append(misfit)
-    fields = [pa.field(c.name, a.type) for c, a in zip(TABLES[table], arrays, strict=True)]
+    fields = [pa.field(c.name, a.type) for c, a in zip(TRACE_COLUMNS, arrays, strict=True)]
     return pa.RecordBatch.from_arrays(arrays, schema=pa.schema(fields)), misfits
 
 
@@ -89,8 +89,6 @@ def conform(array: pa.Array, target: pa.DataType) -> pa.Array:
         return _string(array, target)
     if pa.types.is_map(target):
         return _map(array, target)
-    if pa.types.is_fixed_size_list(target):
-        return array
     if pa.types.is_list(target):
         return _list(array, target)
     if pa.types.is_struct(target):
@@ -113,7 +111,9 @@ def iter_list_values(array: pa.ListArray) -> tuple[np.ndarray, pa.Array]:
 
 def _may_hide_nulls(target: pa.DataType) -> bool:
     """Whether an array of just this type may still hold nulls that its flags deny (a writer's lie)."""
-    return bool(pa.types.is_list(target) and not target.value_field.nullable)
+    if pa.types.is_list(target):
+        return not target.value_field.nullable or _may_hide_nulls(target.value_type)
+    return pa.types.is_struct(target) and any(not f.nullable or _may_hide_nulls(f.type) for f in target)
 
 
 def _string(array: pa.Array, target: pa.DataType) -> pa.Array:

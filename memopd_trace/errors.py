@@ -6,6 +6,8 @@ trace are data (`memopd_trace.report.Finding`), not exceptions.
 
 from __future__ import annotations
 
+MAX_VALUE = 200  # characters of one value of a trace in a message
+
 
 class TraceError(Exception):
     """Base of all errors this project raises on purpose.
@@ -49,6 +51,18 @@ class MissingExtraError(TraceError, ImportError):
     """An optional dependency is not installed; the message names the extra (exit code 2)."""
 
     exit_code = 2
+
+
+def first_line(error: BaseException) -> str:
+    """What an error of another library says, in one line: the first of its message, or its type where it has none."""
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)
+
+
+def printable(text: str, limit: int | None = MAX_VALUE) -> str:
+    """`text` on one line of printable characters (a trace's strings may hold anything), cut at `limit` of its own."""
+    if limit is not None and len(text) > limit:
+        text = text[: limit - 1] + "…"
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
 def _rebuild(kind: type[TraceError], message: str, code: str | None, hint: str | None) -> TraceError:

@@ -20,10 +20,20 @@ from numpy.typing import ArrayLike, NDArray
 
 from memopd_trace.conform import iter_list_values
 from memopd_trace.digest import state_digest
+from memopd_trace.errors import UsageError, printable
 from memopd_trace.schema import TRACE_COLUMNS, Column
 
 IDS = NDArray[np.int32]
 MaskedFloats = np.ma.MaskedArray[Any, np.dtype[np.float32]]
+ITEM_COLUMNS = tuple(
+    c.name
+    for c in TRACE_COLUMNS
+    if pa.types.is_list(c.type)
+    or pa.types.is_map(c.type)
+    or pa.types.is_string(c.type)
+    or pa.types.is_dictionary(c.type)
+)
+MAX_ITEMS = 2**31 - 1  # Arrow's offsets are int32
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,6 +137,11 @@ class Invocation:
         return self.episode_id, self.invocation_index
 
     @property
+    def name(self) -> str:
+        """The row as messages name it, whatever the episode's id holds."""
+        return f"episode '{printable(self.episode_id)}', invocation {self.invocation_index}"
+
+    @property
     def sequence_ids(self) -> IDS:
         """int32[n]: what the model held when the call ended: prompt + output, or the prompt as it was for in-place
         generation (the tokens still in their slots)."""
@@ -185,9 +200,16 @@ class Episode:
     invocations: tuple[Invocation, ...]
 
     @property
-    def group_id(self) -> str | None:
-        """The group of its invocations (they agree in a valid trace)."""
-        return self.invocations[0].group_id
+    def group_key(self) -> tuple[str, str]:
+        """What its rollouts are compared by: the group, else the task, else nothing but itself.
+
+        `("group", group_id)`, `("task", task_id)` or `("episode", episode_id)`; in a valid trace an episode's rows
+        agree.
+        """
+        first = self.invocations[0]
+        if first.group_id is not None:
+            return "group", first.group_id
+        return ("episode", self.episode_id) if first.task_id is None else ("task", first.task_id)
 
     @property
     def episode_return(self) -> float | None:
@@ -210,9 +232,25 @@ def invocations_from_batch(batch: pa.RecordBatch) -> Iterator[Invocation]:
 
 
 def batch_from_invocations(invocations: Sequence[Invocation]) -> pa.RecordBatch:
-    """One conformed record batch. A missing `state_digest` is computed."""
+    """One conformed record batch. A missing `state_digest` is computed.
+
+    Raises:
+        UsageError: a column would hold more items (or bytes of text) than the offsets of one batch can count.
+    """
+    totals = sum((item_counts(i) for i in invocations), np.zeros(len(ITEM_COLUMNS), np.int64))
+    if totals.max() > MAX_ITEMS:
+        name, total = ITEM_COLUMNS[totals.argmax()], totals.max()
+        raise UsageError(
+            f"column '{name}': {total} items in {len(invocations)} rows, limit {MAX_ITEMS} in one batch",
+            hint="write fewer rows at once",
+        )
     arrays = [_write_column([_cell(i, c.name) for i in invocations], c) for c in TRACE_COLUMNS]
     return pa.RecordBatch.from_arrays(arrays, names=[c.name for c in TRACE_COLUMNS])
+
+
+def item_counts(invocation: Invocation) -> NDArray[np.int64]:
+    """[ITEM_COLUMNS]: how many items (of a text: bytes) the row adds to each column that is stored with offsets."""
+    return np.array([_items(getattr(invocation, name)) for name in ITEM_COLUMNS], np.int64)
 
 
 def group_episodes(invocations: Iterable[Invocation]) -> Iterator[Episode]:
@@ -225,6 +263,12 @@ def group_episodes(invocations: Iterable[Invocation]) -> Iterator[Episode]:
         run.append(invocation)
     if run:
         yield Episode(run[0].episode_id, tuple(run))
+
+
+def _items(value: Any) -> int:
+    if value is None:
+        return 0
+    return len(value.encode()) if isinstance(value, str) and not value.isascii() else len(value)
 
 
 def _as_array(value: ArrayLike, column: Column) -> NDArray[Any]:
@@ -282,12 +326,14 @@ def _read_lists(array: pa.ListArray, column: Column) -> list[NDArray[Any] | None
 
 def _write_column(cells: list[Any], column: Column) -> pa.Array:
     kind = column.type
+    if all(c is None for c in cells):
+        return pa.nulls(len(cells), kind)
     if pa.types.is_dictionary(kind):
         return pa.array(cells, pa.string()).dictionary_encode()
     if column.name in ("segments", "media"):
-        cells = [None if v is None else [dataclasses.asdict(s) for s in v] for v in cells]
+        cells = [None if v is None else [_values(s) for s in v] for v in cells]
     elif column.name == "sampling":
-        cells = [None if v is None else dataclasses.asdict(v) for v in cells]
+        cells = [None if v is None else _values(v) for v in cells]
     elif pa.types.is_map(kind):
         cells = [None if v is None else list(v.items()) for v in cells]
     elif pa.types.is_list(kind):
@@ -295,11 +341,14 @@ def _write_column(cells: list[Any], column: Column) -> pa.Array:
     return pa.array(cells, kind)
 
 
+def _values(part: Segment | Media | Sampling) -> tuple[Any, ...]:
+    """A struct's values in the order of its fields."""
+    return tuple(getattr(part, name) for name in part.__slots__)
+
+
 def _write_lists(cells: list[NDArray[Any] | None], column: Column) -> pa.Array:
     item = column.type.value_type
     present = [c for c in cells if c is not None]
-    if not present:
-        return pa.nulls(len(cells), column.type)
     flat = np.ma.concatenate(present) if column.items_nullable else np.concatenate(present)
     if column.items_nullable:
         values = pa.array(np.ma.getdata(flat), item, mask=np.ma.getmaskarray(flat))

@@ -189,7 +189,8 @@ class ScoresMetadata(_Model):
     """Metadata of a scores folder: everything that two runs must agree on to continue each other.
 
     `plan_digest` covers the trace's states, the layout and the pack budget. `hidden_dtype` is `None` where no
-    states are stored. `temperature` is the teacher's; `topk_source` says whose k ids `topk_ids` are.
+    states are stored. `temperature` is the teacher's; `topk_source` says whose k ids `topk_ids` are. `tolerance` is
+    how far, in nats, a reader's `logsumexp` and `logprob` from (state, head) may be off.
     """
 
     spec_version: Annotated[str, AfterValidator(_version)] = SPEC_VERSION
@@ -206,7 +207,9 @@ class ScoresMetadata(_Model):
     attention: str
     max_tokens: int
     shard_bytes: int
+    shard_tokens: int
     plan_digest: str
+    tolerance: float = 1e-3
 
     def to_schema_metadata(self) -> dict[bytes, bytes]:
         """The Arrow schema metadata that carries this object."""

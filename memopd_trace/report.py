@@ -25,10 +25,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from memopd_trace.errors import printable
+
 REPORT_VERSION = "1"
 Severity = Literal["error", "warning"]
 Status = Literal["pass", "fail", "warn", "not run"]
-MAX_TEXT = 300
+MAX_TEXT = 400  # characters of a message, of which a value may be a part
+MAX_PATH = 4096
 NAMED = 4  # rules named in the text where they were not run for one reason; the JSON names all
 
 
@@ -179,7 +182,7 @@ def _text_lines(report: Report) -> Iterator[str]:
             reasons[rule.reason or ""].append(rule.code)
     for reason, codes in reasons.items():
         more = f" and {len(codes) - NAMED} more" if len(codes) > NAMED else ""
-        yield printable(f"not run: {', '.join(codes[:NAMED])}{more} ({reason})")
+        yield f"not run: {', '.join(codes[:NAMED])}{more} ({printable(reason, MAX_TEXT)})"
     yield _totals(report)
 
 
@@ -187,28 +190,31 @@ def _finding_lines(finding: Finding) -> Iterator[str]:
     place = finding.path if finding.row is None else f"{finding.path}:{finding.row}"
     who = []
     if finding.episode_id is not None:
-        who.append(f"episode '{finding.episode_id}'")
+        who.append(f"episode '{printable(finding.episode_id)}'")
     if finding.invocation_index is not None:
         who.append(f"invocation {finding.invocation_index}")
-    line = f"{place}: {finding.severity}[{finding.code}] {finding.message}"
-    yield printable(line + (f" ({', '.join(who)})" if who else ""), limit=4 * MAX_TEXT)
-    for label, value in (("expected", finding.expected), ("actual", finding.actual), ("hint", finding.hint)):
+    line = f"{printable(place, MAX_PATH)}: {finding.severity}[{finding.code}] {printable(finding.message, MAX_TEXT)}"
+    yield line + (f" ({', '.join(who)})" if who else "")
+    for label, value in (("expected", finding.expected), ("actual", finding.actual)):
         if value is not None:
-            yield printable(f"    {label + ':':<9} {value}")
+            yield f"    {label + ':':<9} {printable(value)}"
+    if finding.hint is not None:
+        yield f"    hint:     {printable(finding.hint, MAX_TEXT)}"
 
 
 def _trace_lines(trace: TraceSummary) -> Iterator[str]:
     if trace.spec_version is None:
         return
-    line = f"{trace.path}: spec {trace.spec_version}, producer {trace.producer}"
+    producer = printable(trace.producer or "")
+    line = f"{printable(trace.path, MAX_PATH)}: spec {printable(trace.spec_version)}, producer {producer}"
     line += f"; {_count(trace.rows, 'row')}, {_count(trace.episodes, 'episode')}"
     if trace.rows_unsound:
         line += f"; {_count(trace.rows_unsound, 'row')} not checked for values (their arrays do not fit together)"
     if trace.episodes_unsound:
         line += f"; {_count(trace.episodes_unsound, 'episode')} not checked as a whole (broken keys or nulls)"
-    yield printable(line, limit=4 * MAX_TEXT)
+    yield line
     for code, detail in trace.gaps:
-        yield printable(f"    the source could not tell: {code}" + (f" ({detail})" if detail else ""))
+        yield f"    the source could not tell: {printable(code)}" + (f" ({printable(detail)})" if detail else "")
 
 
 def _totals(report: Report) -> str:
@@ -226,10 +232,3 @@ def _totals(report: Report) -> str:
 
 def _count(number: int, noun: str) -> str:
     return f"{number} {noun}" + ("" if number == 1 else "s")
-
-
-def printable(text: str, limit: int | None = MAX_TEXT) -> str:
-    """`text` on one line of printable characters (a trace's strings may hold anything), cut at `limit`."""
-    if limit is not None and len(text) > limit:
-        text = text[: limit - 1] + "…"
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)

@@ -9,26 +9,30 @@ Writer defaults (measured, see `benchmarks/storage.py`): zstd level 3, no dictio
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
-from typing import IO, Any, Literal
+from typing import Any, Literal
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
+from numpy.typing import NDArray
 
 from memopd_trace.conform import Misfit, conform_batch
-from memopd_trace.errors import InputError, UsageError
+from memopd_trace.disk import atomic_file, file_sha256, sync_folder
+from memopd_trace.errors import InputError, UsageError, first_line
 from memopd_trace.invocation import (
+    ITEM_COLUMNS,
     Episode,
     Invocation,
     batch_from_invocations,
     group_episodes,
     invocations_from_batch,
+    item_counts,
 )
 from memopd_trace.metadata import TraceMetadata, parse_metadata
 from memopd_trace.schema import TRACE_COLUMNS, arrow_schema
@@ -37,6 +41,7 @@ Format = Literal["parquet", "ipc"]
 SUFFIXES: dict[str, Format] = {".parquet": "parquet", ".arrow": "ipc", ".ipc": "ipc", ".feather": "ipc"}
 MANIFEST = "manifest.json"
 TOKENS_PER_BATCH = 4 * 2**20  # 16 MiB of int32 ids: one data page
+ITEMS_PER_BATCH = 64 * 2**20  # of any other list, map or text: 128 MiB of int16 expert ids
 ROWS_PER_BATCH = 16384
 READ_ROWS = 512
 PARQUET_OPTIONS: dict[str, Any] = {
@@ -133,6 +138,7 @@ class TraceWriter:
         self._rows_per_part = rows_per_part
         self._buffer: list[Invocation] = []
         self._tokens = 0
+        self._items = np.zeros(len(ITEM_COLUMNS), np.int64)
         self._last: Invocation | None = None
         self._done: set[str] = set()
         self._part: _Part | None = None
@@ -152,13 +158,15 @@ class TraceWriter:
     def write(self, invocation: Invocation) -> None:
         """Add one row."""
         self._check_order(invocation)
-        size = len(invocation.prompt_ids) + len(invocation.output_ids)
+        tokens = len(invocation.prompt_ids) + len(invocation.output_ids)
+        items = item_counts(invocation)
         if self._part_is_full() and invocation.invocation_index == 0:
             self._flush(last=True)
-        elif self._tokens + size > TOKENS_PER_BATCH or len(self._buffer) >= ROWS_PER_BATCH:
+        elif len(self._buffer) >= ROWS_PER_BATCH or self._would_overflow(tokens, items):
             self._flush()
         self._buffer.append(invocation)
-        self._tokens += size
+        self._tokens += tokens
+        self._items += items
 
     def write_episode(self, episode: Episode) -> None:
         """Add all rows of an episode."""
@@ -169,6 +177,7 @@ class TraceWriter:
         """Write what is buffered, sync, and put the file (or the manifest) in place."""
         self._flush(last=True)
         if self._folder:
+            self._remove_other_parts()
             manifest = {
                 "format": "memopd-trace",
                 "spec_version": self.metadata.spec_version,
@@ -179,6 +188,19 @@ class TraceWriter:
             }
             with atomic_file(self.path / MANIFEST) as out:
                 out.write(json.dumps(manifest, indent=1).encode())
+
+    def _remove_manifest(self) -> None:
+        """Before the first new part: a folder being overwritten is incomplete until it is whole again."""
+        (self.path / MANIFEST).unlink(missing_ok=True)
+        if self.path.is_dir():
+            sync_folder(self.path)
+
+    def _remove_other_parts(self) -> None:
+        """What an earlier, longer trace left behind."""
+        written = {part["name"] for part in self._parts}
+        for path in self.path.glob("part-*"):
+            if path.name not in written:
+                path.unlink()
 
     def _check_order(self, new: Invocation) -> None:
         last = self._last
@@ -194,6 +216,8 @@ class TraceWriter:
 
     def _flush(self, last: bool = False) -> None:
         if self._part is None and (self._buffer or not self._parts):
+            if self._folder and not self._parts:
+                self._remove_manifest()
             name = self.path / f"part-{len(self._parts):05d}.parquet" if self._folder else self.path
             self._part = _Part(name, self._schema, SUFFIXES[name.suffix])
         if self._part is None:
@@ -201,9 +225,13 @@ class TraceWriter:
         if self._buffer:
             self._part.write(self._buffer)
         self._buffer, self._tokens = [], 0
+        self._items[:] = 0
         if last:
             self._parts.append(self._part.close())
             self._part = None
+
+    def _would_overflow(self, tokens: int, items: NDArray[np.int64]) -> bool:
+        return self._tokens + tokens > TOKENS_PER_BATCH or bool((self._items + items).max() > ITEMS_PER_BATCH)
 
     def _part_is_full(self) -> bool:
         written = self._part.rows if self._part is not None else 0
@@ -327,38 +355,6 @@ def describe(misfit: Misfit) -> str:
     return f"column '{misfit.column}': expected {misfit.expected}, got {misfit.actual}{where}"
 
 
-@contextmanager
-def atomic_file(path: Path) -> Iterator[IO[bytes]]:
-    """A file open for writing under a temporary name; synced and renamed on leaving, removed on an exception."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        with temporary.open("wb") as out:
-            yield out
-            out.flush()
-            os.fsync(out.fileno())
-        temporary.replace(path)
-        sync_folder(path.parent)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
-
-
-def sync_folder(folder: Path) -> None:
-    """Make a rename in `folder` durable."""
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
-
-
-def file_sha256(path: Path) -> str:
-    """Hex SHA-256 of a file's bytes."""
-    with path.open("rb") as source:
-        return hashlib.file_digest(source, "sha256").hexdigest()
-
-
 def _open(path: Path) -> Any:
     with path.open("rb") as source:
         magic = source.read(6)
@@ -385,5 +381,4 @@ def _damaged(path: Path) -> Iterator[None]:
     try:
         yield
     except (pa.ArrowException, OSError, EOFError, UnicodeDecodeError) as error:
-        line = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise InputError(f"{path}: cannot be read: {line}", code="E-UNREADABLE") from None
+        raise InputError(f"{path}: cannot be read: {first_line(error)}", code="E-UNREADABLE") from None

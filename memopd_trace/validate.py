@@ -18,13 +18,14 @@ import numpy as np
 import pyarrow as pa
 
 from memopd_trace.conform import conform_batch
-from memopd_trace.errors import InputError
+from memopd_trace.errors import InputError, printable
 from memopd_trace.invocation import invocations_from_batch
-from memopd_trace.report import Finding, Report, RuleResult, Status, TraceSummary
+from memopd_trace.report import MAX_TEXT, Finding, Report, RuleResult, Status, TraceSummary
 from memopd_trace.rules import RULES, choose
 from memopd_trace.rules.batch import Batch, Bools, Ints
 from memopd_trace.rules.episode import EpisodesSeen, Run
 from memopd_trace.rules.files import FileContext
+from memopd_trace.rules.gate import may_judge, unfit, vacuous
 from memopd_trace.rules.registry import Hit, Phase, Rule
 from memopd_trace.rules.structure import REQUIRED
 from memopd_trace.storage import TraceReader, read_manifest
@@ -71,6 +72,25 @@ def validate(
     for code, count in log.counts.items():
         by_severity[RULES[code].severity] += count
     return Report(profile, tuple(traces), results, tuple(log.findings), by_severity["error"], by_severity["warning"])
+
+
+def require_valid(path: PathLike, profile: str = "core") -> None:
+    """Go on only with a trace that has no error under `profile`; warnings pass.
+
+    Raises:
+        InputError: with the code and the place of the first error.
+    """
+    report = validate(path, profile, max_findings=1)
+    found = [f for f in report.findings if f.severity == "error"]
+    if found:
+        first, more = found[0], report.errors - 1
+        who = "" if first.episode_id is None else f"episode '{printable(first.episode_id)}', "
+        who += "" if first.invocation_index is None else f"invocation {first.invocation_index}: "
+        raise InputError(
+            f"{first.path}: {who}{printable(first.message, MAX_TEXT)}" + (f" (and {more} more errors)" if more else ""),
+            code=first.code,
+            hint=f"`memopd-trace validate --profile {profile}` lists them all",
+        )
 
 
 @dataclass(slots=True)
@@ -222,7 +242,7 @@ class _FileCheck:
                 sound[rows[hit.row]] = False
             if rule.code == "E-NULL":
                 whole = sound
-        self.log.ran.update(r.code for r in SHAPE_RULES if not _vacuous(r, self.file))
+        self.log.ran.update(r.code for r in SHAPE_RULES if not vacuous(r, self.file))
         self.trace.summary.rows_unsound += int((~sound).sum())
         return whole, sound
 
@@ -285,24 +305,17 @@ class _FileCheck:
 
     def _may_run(self, rule: Rule) -> bool:
         """Whether the rule can judge this file, as far as it was read."""
-        if self._unfit(rule) or (rule.unless and rule.unless(self.file)) or _vacuous(rule, self.file):
+        if not may_judge(rule, self.file):
             return False
         self.log.ran.add(rule.code)
         return True
 
-    def _unfit(self, rule: Rule) -> str | None:
-        """A column that the rule reads and that does not fit the schema."""
-        columns = rule.columns if rule.phase == "file" else (*REQUIRED, *rule.columns)
-        if rule.phase == "shape":  # it looks at the other columns all the same
-            columns = REQUIRED
-        return next((name for name in columns if name in self.file.misfits), None)
-
     def _explain_silence(self) -> None:
         """Say of each rule why it judged nothing, or not all, of this file."""
         for code, rule in self.trace.judged.items():
-            unfit = self._unfit(rule)
-            if unfit is not None:
-                self.log.blocked.setdefault(code, f"column '{unfit}' is missing or does not fit its type")
+            column = unfit(rule, self.file)
+            if column is not None:
+                self.log.blocked.setdefault(code, f"column '{column}' is missing or does not fit its type")
             elif code not in self.log.ran:
                 self.log.reasons.setdefault(code, self._silence(rule))
 
@@ -311,14 +324,9 @@ class _FileCheck:
             return reason
         if not self.file.rows:
             return "there is no row"
-        if _vacuous(rule, self.file):
+        if vacuous(rule, self.file):
             return NO_VALUES
         return "no row or episode is whole enough to be judged"
-
-
-def _vacuous(rule: Rule, file: FileContext) -> bool:
-    """Whether the rule has had nothing to look at so far."""
-    return bool(rule.needs) and not any(name in file.first_value for name in rule.needs)
 
 
 def _keep(batch: pa.RecordBatch, rows: Bools) -> pa.RecordBatch:

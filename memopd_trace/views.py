@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import numpy as np
 
+from memopd_trace.errors import UsageError
 from memopd_trace.invocation import IDS, Episode, Invocation
-from memopd_trace.lineage import common_prefix, final_ids
+from memopd_trace.lineage import common_prefix
 
 RECORDED = "recorded"
 PERSISTENT_HISTORY = "persistent-history"
@@ -25,28 +26,37 @@ def persistent_history(episode: Episode) -> list[IDS]:
 
     Example: prompts [1 2 | a] -> output [x], then [1 2 | x b] (x copied) -> output [y]: the second view is [1 2 a x b].
 
-    Returns one int32 array an invocation, in order. Rejected attempts stay out of the history of later invocations.
+    Returns one int32 array an invocation, in order. Rejected attempts stay out of the history of later invocations, so
+    what a later prompt copies from one is new to it.
+
+    Raises:
+        UsageError: a row of in-place generation, whose slots have no place in another prompt.
     """
     history = np.empty(0, np.int32)
     known: list[IDS] = [history]
+    rejected: set[int] = set()
     views: list[IDS] = []
     for invocation in episode:
-        view = np.concatenate([history, _new_tokens(invocation, known)])
+        if invocation.output_slots is not None:
+            raise UsageError(f"{invocation.name}: generated in place, so it has no flattened history")
+        view = np.concatenate([history, _new_tokens(invocation, known, rejected)])
         views.append(view)
-        if invocation.accepted is not False:
-            history = np.concatenate([view, invocation.output_ids])
-            known[0] = history
-            known.append(final_ids(invocation))
+        if invocation.accepted is False:
+            rejected.add(invocation.invocation_index)
+            continue
+        history = np.concatenate([view, invocation.output_ids])
+        known[0] = history
+        known.append(invocation.sequence_ids)
     return views
 
 
-def _new_tokens(invocation: Invocation, known: list[IDS]) -> IDS:
+def _new_tokens(invocation: Invocation, known: list[IDS], rejected: set[int]) -> IDS:
     """The prompt's tokens that a flattened history does not hold already."""
     prompt = invocation.prompt_ids
     new = np.ones(len(prompt), bool)
     new[: max(common_prefix(prompt, ids) for ids in known)] = False
     for segment in invocation.segments or ():
-        if segment.source_index is not None:
+        if segment.source_index is not None and segment.source_index not in rejected:
             new[segment.start : segment.stop] = False
     return prompt[new]
 

@@ -40,14 +40,21 @@ PADDED = 104  # the models' vocabulary
 PACKABLE = ("llama", "qwen3", "gemma3", "gpt2", "mixtral")
 
 
-def tiny_model(kind: str, dtype: torch.dtype = torch.float32, seed: int = 0) -> PreTrainedModel:
+def tiny_model(
+    kind: str = "llama",
+    dtype: torch.dtype = torch.float32,
+    seed: int = 0,
+    *,
+    vocab_size: int = PADDED,
+    layers: int = 3,
+) -> PreTrainedModel:
     """A random model of about 50k weights; windows are shorter than the sequences the tests use."""
     torch.manual_seed(seed)
     shape = {
-        "vocab_size": PADDED,
+        "vocab_size": vocab_size,
         "hidden_size": 32,
         "intermediate_size": 64,
-        "num_hidden_layers": 3,
+        "num_hidden_layers": layers,
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
         "max_position_embeddings": 512,
@@ -56,21 +63,22 @@ def tiny_model(kind: str, dtype: torch.dtype = torch.float32, seed: int = 0) -> 
         "eos_token_id": 2,
     }
     gemma = {"head_dim": 8, "sliding_window": 8, "final_logit_softcapping": 10.0}
-    layers = ["sliding_attention", "full_attention", "sliding_attention"]
+    windows = ["full_attention" if i % 2 else "sliding_attention" for i in range(layers)]
     model: PreTrainedModel
     if kind == "llama":
         model = LlamaForCausalLM(LlamaConfig(**shape))
     elif kind == "qwen3":
         model = Qwen3ForCausalLM(Qwen3Config(**shape, head_dim=8))
     elif kind == "gemma3":
-        model = Gemma3ForCausalLM(Gemma3TextConfig(**shape, **gemma, layer_types=layers))
+        model = Gemma3ForCausalLM(Gemma3TextConfig(**shape, **gemma, layer_types=windows))
     elif kind == "gpt2":
-        config = GPT2Config(vocab_size=PADDED, n_embd=32, n_layer=3, n_head=4, n_positions=512)
+        config = GPT2Config(vocab_size=vocab_size, n_embd=32, n_layer=layers, n_head=4, n_positions=512)
         config.initializer_range = 0.2
         model = GPT2LMHeadModel(config)
     elif kind == "mixtral":
         model = MixtralForCausalLM(MixtralConfig(**shape, num_local_experts=4, num_experts_per_tok=2))
-        model.set_experts_implementation("batched_mm")  # each token alone: exact whatever the batch holds
+        if dtype == torch.float64:
+            model.set_experts_implementation("batched_mm")  # the default, grouped products, knows no float64
     elif kind == "mamba":
         model = MambaForCausalLM(
             MambaConfig(vocab_size=PADDED, hidden_size=32, num_hidden_layers=2, state_size=8, use_mambapy=False)

@@ -13,9 +13,9 @@ from transformers import PreTrainedModel
 
 from memopd_scorer.attention import states_at_rows
 from memopd_scorer.plan import plan
-from memopd_scorer.score import score
+from memopd_scorer.scoring import score
 from memopd_scorer.signals import head_of
-from memopd_scorer.teacher import load_model
+from memopd_scorer.teacher import LoadedModel, load
 from memopd_trace.invocation import Episode, Invocation, Sampling
 from memopd_trace.storage import write
 from memopd_trainer.config import TrainConfig, parse_config
@@ -134,11 +134,11 @@ def with_behaviour(model: PreTrainedModel, episodes: list[Episode], behaviour: s
     return [Episode(e.episode_id, tuple(recorded(i) for i in e)) for e in episodes]
 
 
-def exact_model(folder: Path | str) -> PreTrainedModel:
+def exact(folder: Path | str) -> LoadedModel:
     """A model that computes in float64 throughout (Transformers' RMS norms round to float32 otherwise)."""
-    model = load_model(folder, dtype="float64")
-    _compute_in_float64(model)
-    return model
+    loaded = load(folder, dtype="float64")
+    _compute_in_float64(loaded.model)
+    return loaded
 
 
 def weights_of(folder: Path) -> dict[str, torch.Tensor]:

@@ -19,11 +19,12 @@ import typer
 from memopd_trace import __version__
 from memopd_trace.cli import check, demo, learn, teacher
 from memopd_trace.cli.console import settings, stderr
-from memopd_trace.errors import TraceError
+from memopd_trace.errors import TraceError, printable
 
 # click itself, or the copy that newer typer carries: the same class by name either way
 _CLICK_ERROR: Any = next(c for c in typer.BadParameter.__mro__ if c.__name__ == "ClickException")
 
+MAX_ERROR = 4000  # characters of the one line: whole paths, whatever a damaged file put into the message
 INTERRUPTED = "interrupted; run the same command again to go on"
 
 app = typer.Typer(
@@ -93,5 +94,5 @@ def _fail(message: str, code: int) -> int:
     if settings.debug:
         traceback.print_exc()
     stderr(quiet=False).print("error:", style="bold red", end=" ")
-    print(message.replace("\n", " "), file=sys.stderr)
+    print(printable(message.replace("\n", " "), MAX_ERROR), file=sys.stderr)
     return code

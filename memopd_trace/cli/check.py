@@ -11,9 +11,9 @@ import typer
 
 from memopd_trace import rules
 from memopd_trace.cli.console import OutputFormat
+from memopd_trace.disk import atomic_file
 from memopd_trace.rules.registry import Rule
 from memopd_trace.schema import Table, arrow_schema, to_json, to_markdown
-from memopd_trace.storage import atomic_file
 from memopd_trace.validate import MAX_FINDINGS, validate
 
 

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import StrEnum
+from types import ModuleType
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from memopd_trace.errors import MissingExtraError, printable
 
 
 class OutputFormat(StrEnum):
@@ -35,8 +39,20 @@ def stderr(quiet: bool | None = None) -> Console:
 
 
 def notice(message: str) -> None:
-    """One line for the person at the terminal; never part of the result."""
-    stderr().print(message, markup=False)
+    """One line for the person at the terminal; never part of the result. A trace's strings may be in it."""
+    stderr().print(printable(message, limit=None), markup=False)
+
+
+def require(module: str, extra: str, what: str) -> ModuleType:
+    """Import `module`, which `what` (e.g. "this command") needs.
+
+    Raises:
+        MissingExtraError: something that it imports is not installed; `extra` is the extra that brings it.
+    """
+    try:
+        return importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        raise MissingExtraError(f"{what} needs '{error.name}'", hint=f"pip install 'memopd-trace[{extra}]'") from None
 
 
 @contextmanager
@@ -44,7 +60,7 @@ def progress(label: str, total: int | None = None) -> Iterator[Progress]:
     """A progress bar on stderr that vanishes when done, and is not there when stderr is no terminal."""
     console = stderr()
     with Progress(
-        TextColumn("{task.description}"),
+        TextColumn("{task.description}", markup=False),
         BarColumn(),
         MofNCompleteColumn(),
         TimeElapsedColumn(),

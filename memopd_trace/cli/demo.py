@@ -9,8 +9,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from memopd_trace.cli.console import notice, settings, stderr
-from memopd_trace.errors import MissingExtraError
+from memopd_trace.cli.console import notice, require, settings, stderr
 
 
 def demo(
@@ -23,7 +22,7 @@ def demo(
 
     Example: memopd-trace demo -o demo-out
     """
-    module = _demo_module()
+    module = require("memopd_trainer.demo", "demo", "the demo")
     status = stderr().status("models")
     with status:
         report = module.demo(
@@ -52,11 +51,3 @@ def _shown(value: Any) -> str:
     if isinstance(value, float):
         return f"{value:.2e}" if 0 < abs(value) < 1e-3 else f"{value:.4f}"
     return str(value)
-
-
-def _demo_module() -> Any:
-    try:
-        import memopd_trainer.demo
-    except ModuleNotFoundError as error:
-        raise MissingExtraError(f"the demo needs '{error.name}'", hint="pip install 'memopd-trace[demo]'") from None
-    return memopd_trainer.demo

@@ -10,8 +10,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from memopd_trace.cli.console import OutputFormat, notice, progress
-from memopd_trace.errors import MissingExtraError
+from memopd_trace.cli.console import OutputFormat, notice, progress, require
 
 
 def train(
@@ -25,7 +24,7 @@ def train(
 
     Example: memopd-trace train run.yaml lr=1e-5 ppo.clip=0.1 divergence.kind=jsd
     """
-    trainer = _trainer()
+    trainer = require("memopd_trainer", "train", "this command")
     settings = trainer.load_config(config, override or ())
     if settings.scores is not None and settings.divergence.weight == 0:
         notice("the scores are not used: divergence.weight is 0")
@@ -49,16 +48,6 @@ def train(
 def register(app: typer.Typer) -> None:
     """Add this module's command."""
     app.command()(train)
-
-
-def _trainer() -> Any:
-    try:
-        import memopd_trainer
-    except ModuleNotFoundError as error:
-        raise MissingExtraError(
-            f"this command needs '{error.name}'", hint="pip install 'memopd-trace[train]'"
-        ) from None
-    return memopd_trainer
 
 
 def _print_summary(result: Any) -> None:

@@ -9,11 +9,13 @@ from typing import Any
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
-from memopd_trace.cli.console import OutputFormat, notice, progress
-from memopd_trace.errors import MissingExtraError
+from memopd_trace.cli.console import OutputFormat, notice, progress, require
+from memopd_trace.errors import printable
 from memopd_trace.storage import TraceReader
+from memopd_trace.validate import require_valid
 
 
 class LayoutName(StrEnum):
@@ -47,8 +49,11 @@ def plan(
     from memopd_scorer.plan import PlanSummary
     from memopd_scorer.plan import plan as plan_packs
 
+    require_valid(trace)
+    reader = TraceReader(trace)
+    size = min(model.tokenizer.size for model in reader.metadata.models.values())
     summary = PlanSummary(layout.value, max_tokens)
-    for pack in plan_packs(TraceReader(trace).iter_episodes(), layout=layout.value, max_tokens=max_tokens):
+    for pack in plan_packs(reader.iter_episodes(), layout=layout.value, max_tokens=max_tokens, vocabulary=size):
         summary.add(pack)
     rows: dict[str, Any] = {
         "layout": summary.layout,
@@ -58,6 +63,7 @@ def plan(
         "executed_tokens": summary.executed_tokens,
         "sharing": round(summary.sharing, 4),
         "targets": summary.targets,
+        "left_out": summary.left_out,
         "prediction_rows": summary.prediction_rows,
         "visible_pairs": summary.pairs,
         "longest_pack": summary.longest_pack,
@@ -86,7 +92,7 @@ def score(
 
     Example: memopd-trace score runs/today.parquet --teacher models/teacher -o scores/today
     """
-    module = _scorer("score")
+    module = require("memopd_scorer.scoring", "score", "this command")
     with progress("scoring") as bar:
         result = module.score(
             trace,
@@ -103,14 +109,15 @@ def score(
             on_pack=lambda done, total: bar.update(bar.task_ids[0], completed=done, total=total),
         )
     if result.plan.layout != layout.value:
-        notice(f"layout single instead of {layout.value}: {result.capability}")
+        notice(f"layout single instead of {layout.value}: {result.probe}")
     _print(
         {
             "scores": str(result.folder),
             "layout": result.plan.layout,
-            "probe": result.capability,
+            "probe": result.probe,
             "invocations": result.plan.invocations,
             "targets": result.plan.targets,
+            "left_out": result.plan.left_out,
             "logical_tokens": result.plan.logical_tokens,
             "executed_tokens": result.plan.executed_tokens,
             "sharing": round(result.plan.sharing, 4),
@@ -126,6 +133,7 @@ def audit(
     trace: Path = typer.Argument(..., help="A trace file or folder."),
     model: str = typer.Option(..., help="The model that sampled the trace: folder, .gguf file or hub name."),
     against: str | None = typer.Option(None, help="Also score under this view: persistent-history."),
+    model_id: str | None = typer.Option(None, help="Which of the trace's models it is, where there are several."),
     max_abs: float | None = typer.Option(None, help="Fail (exit 1) when any |difference| is larger, in nats."),
     dtype: str = typer.Option("float32", help="float32, bfloat16, float16 or float64."),
     device: str = typer.Option("cpu", help="A torch device, e.g. cuda:0."),
@@ -136,8 +144,18 @@ def audit(
 
     Example: memopd-trace audit runs/today.parquet --model models/student --against persistent-history --max-abs 1e-3
     """
-    module = _scorer("audit")
-    report = module.audit(trace, model, against=against, dtype=dtype, device=device, max_tokens=max_tokens)
+    module = require("memopd_scorer.auditing", "score", "this command")
+    with progress("auditing") as bar:
+        report = module.audit(
+            trace,
+            model,
+            against=against,
+            model_id=model_id,
+            dtype=dtype,
+            device=device,
+            max_tokens=max_tokens,
+            on_pack=lambda done: bar.update(bar.task_ids[0], completed=done),
+        )
     if format is OutputFormat.json:
         print(json.dumps(report.to_json(), indent=1))
     else:
@@ -154,17 +172,6 @@ def register(app: typer.Typer) -> None:
     app.command()(plan)
     app.command()(score)
     app.command()(audit)
-
-
-def _scorer(name: str) -> Any:
-    try:
-        import memopd_scorer
-
-        return __import__(f"{memopd_scorer.__name__}.{name}", fromlist=[name])
-    except ModuleNotFoundError as error:
-        raise MissingExtraError(
-            f"this command needs '{error.name}'", hint="pip install 'memopd-trace[score]'"
-        ) from None
 
 
 def _print(rows: dict[str, Any], format: OutputFormat) -> None:
@@ -186,7 +193,7 @@ def _print_audit(report: Any) -> None:
         rows.append(("persistent history", report.against))
     for name, c in rows:
         numbers = (f"{c.max_abs:.2e}", f"{c.p99_abs:.2e}", f"{c.mean_abs:.2e}", f"{c.false_clip_rate:.2%}")
-        table.add_row(name, f"{c.tokens:,}", *numbers)
+        table.add_row(escape(printable(name)), f"{c.tokens:,}", *numbers)
     console = Console()
     console.print(table)
     console.print(f"best lag {report.lag}; {report.skipped_tokens} tokens without a comparable log-probability")

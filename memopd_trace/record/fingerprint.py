@@ -11,10 +11,8 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
-from memopd_trace.errors import InputError
 from memopd_trace.metadata import Tokenizer
 
 _VOLATILE_CONFIG = (
@@ -46,32 +44,6 @@ def tokenizer_fingerprint(tokenizer: Any) -> str:
 def tokenizer_size(tokenizer: Any) -> int:
     """The number of real ids: the largest id + 1 (`len(tokenizer)` where the ids have no holes)."""
     return int(max(tokenizer.get_vocab().values())) + 1
-
-
-def folder_vocabulary(folder: str | Path) -> dict[str, int]:
-    """Pieces and ids of the `tokenizer.json` in a model folder, without loading the tokenizer.
-
-    Raises:
-        InputError: `E-NO-INPUT` without such a file, `E-UNREADABLE` when it is not a tokenizer.
-    """
-    path = Path(folder) / "tokenizer.json"
-    try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-        pieces = data["model"]["vocab"]
-        if isinstance(pieces, list):  # Unigram: [piece, score] in the order of ids
-            pieces = {piece: index for index, (piece, _) in enumerate(pieces)}
-        vocabulary = {str(piece): int(index) for piece, index in pieces.items()}
-        vocabulary.update((str(t["content"]), int(t["id"])) for t in data.get("added_tokens") or ())
-    except (FileNotFoundError, NotADirectoryError):
-        raise InputError(f"{path}: no such file", code="E-NO-INPUT") from None
-    except (ValueError, KeyError, TypeError, AttributeError, OSError, RecursionError) as error:
-        raise InputError(f"{path}: not a tokenizer: {error!r}", code="E-UNREADABLE") from None
-    return vocabulary
-
-
-def folder_fingerprint(folder: str | Path) -> str:
-    """The tokenizer fingerprint of a model folder (see `folder_vocabulary`); equals that of the loaded tokenizer."""
-    return vocabulary_fingerprint(folder_vocabulary(folder))
 
 
 def chat_template_digest(tokenizer: Any) -> str | None:

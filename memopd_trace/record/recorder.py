@@ -1,12 +1,12 @@
 """Record model calls as they happen: exact prompt ids, exact sampled ids, and how each state came about.
 
-Invariants: an episode is on disk whole or not at all; nothing is derived from text; a relation that the ids do not
-bear out is refused when it is recorded, not found later. Needs no torch; not safe for several threads at once.
+Invariants: an episode is on disk whole or not at all; nothing is derived from text; what the validator would find in a
+row (a relation that the ids do not bear out, say) is refused when it is recorded, not found later. Needs no torch; not
+safe for several threads at once.
 """
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -15,7 +15,7 @@ from typing import Any
 
 from numpy.typing import ArrayLike
 
-from memopd_trace.errors import UsageError
+from memopd_trace.errors import UsageError, first_line
 from memopd_trace.invocation import Episode, Invocation, Sampling, Segment
 from memopd_trace.metadata import TraceMetadata
 from memopd_trace.record.checks import check_episode, check_row, lineage_of
@@ -25,6 +25,8 @@ from memopd_trace.storage import TraceWriter
 
 FIXED = (
     "episode_id",
+    "group_id",
+    "task_id",
     "invocation_index",
     "parent_index",
     "rewrite_evidence",
@@ -199,12 +201,12 @@ class EpisodeRecorder:
         needed and not recorded). `fork`, `retry`, `spawn` and a second `root` are declared by `relation`.
 
         Raises:
-            UsageError: anything that would not validate: lengths, ids outside the model's vocabulary, log-probabilities
-                that are none, a copy that is not one, a relation that the ids do not bear out (naming the first
-                index that differs), a finished episode. Nothing is recorded then.
+            UsageError: the row would not validate under any profile (lengths, ids outside the model's vocabulary, a
+                copy that is not one, a relation that the ids do not bear out, …; the error carries the rule's code),
+                or the call itself is wrong. Nothing is recorded then.
         """
         self._must_be_open()
-        where = f"episode '{self.episode_id}' invocation {len(self._rows)}"
+        where = f"episode '{self.episode_id}', invocation {len(self._rows)}"
         fixed = next((name for name in FIXED if name in columns), None)
         if fixed is not None:
             raise UsageError(f"{where}: {fixed} is the recorder's to set")
@@ -235,8 +237,9 @@ class EpisodeRecorder:
             "token_source": "engine",
             **columns,
         }
-        row = self._checked(fields, where)
-        row = row.replace(**lineage_of(row, self._rows, parent, relation, rewrite_kind, where))
+        row = _invocation(fields, where)
+        row = row.replace(**lineage_of(row, self._rows, parent, relation, rewrite_kind))
+        check_row(row, self._rows, self._recorder.metadata)
         self._rows.append(row)
         return row
 
@@ -254,9 +257,10 @@ class EpisodeRecorder:
         index = invocation.invocation_index
         if invocation.episode_id != self.episode_id or index >= len(self._rows):
             raise UsageError(f"invocation {invocation.key} is not one of episode '{self.episode_id}'")
-        where = f"episode '{self.episode_id}' invocation {index}"
-        self._rows[index] = self._checked(_fields(self._rows[index]) | changes, where)
-        return self._rows[index]
+        row = _invocation(_fields(self._rows[index]) | changes, self._rows[index].name)
+        check_row(row, self._rows[:index], self._recorder.metadata)
+        self._rows[index] = row
+        return row
 
     def finish(
         self,
@@ -285,9 +289,8 @@ class EpisodeRecorder:
         changes: dict[str, Any] = {} if reward is None else {"reward": reward}
         if rewards is not None:
             changes["rewards"] = dict(rewards)
-        last = self._checked(_fields(last) | changes, f"episode '{self.episode_id}' invocation {len(self._rows) - 1}")
         terminated = not truncated if terminated is None else terminated
-        last = last.replace(terminated=terminated, truncated=truncated)
+        last = last.replace(terminated=terminated, truncated=truncated, **changes)
         check_episode([*self._rows[:-1], last], self._recorder.metadata, self._recorder.profile)
         self._rows[-1] = last
         self._close()
@@ -310,21 +313,15 @@ class EpisodeRecorder:
         if self.closed:
             raise UsageError(f"episode '{self.episode_id}' is finished")
 
-    def _checked(self, fields: dict[str, Any], where: str) -> Invocation:
-        unknown = sorted(set(fields) - set(Invocation.__dataclass_fields__))
-        if unknown:
-            raise UsageError(f"{where}: no column '{unknown[0]}'")
-        for name in ("reward", "rewards"):
-            value = fields.get(name)
-            for number in value.values() if isinstance(value, Mapping) else [value]:
-                if number is not None and not math.isfinite(number):
-                    raise UsageError(f"{where}: {name} is {value}, which is no finite number")
-        try:
-            row = Invocation(**fields)
-        except ValueError as error:
-            raise UsageError(f"{where}: {error}") from None
-        check_row(row, self._rows, self._recorder.metadata.models[row.model_id], where)
-        return row
+
+def _invocation(fields: dict[str, Any], where: str) -> Invocation:
+    unknown = sorted(set(fields) - set(Invocation.__dataclass_fields__))
+    if unknown:
+        raise UsageError(f"{where}: no column '{unknown[0]}'")
+    try:
+        return Invocation(**fields)
+    except (ValueError, TypeError) as error:
+        raise UsageError(f"{where}: {first_line(error)}") from None
 
 
 def _fields(row: Invocation) -> dict[str, Any]:

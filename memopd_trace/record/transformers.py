@@ -25,6 +25,7 @@ from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
+from memopd_trace.behaviour import restricts
 from memopd_trace.errors import InputError, UsageError
 from memopd_trace.invocation import IDS, Sampling
 from memopd_trace.metadata import Model, Policy
@@ -138,7 +139,7 @@ class _Row:
         return Generated(
             output_ids=np.array(self.ids, dtype=np.int32),
             logprobs=np.array(self.logprobs),
-            kept_logmass=np.array(self.kept) if _restricts(self.sampling) else None,
+            kept_logmass=np.array(self.kept) if restricts(self.sampling) else None,
             finish_reason="stop" if stopped else "length",
             sampling=dataclasses.replace(self.sampling, seed=self.seed if self.sampling.temperature else None),
         )
@@ -247,11 +248,6 @@ def _restrict(logprobs_BV: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor |
         floor_B1 = logprobs_BK.amax(-1, keepdim=True) + math.log(sampling.min_p)
         logprobs_BK = logprobs_BK.masked_fill(logprobs_BK < floor_B1, -math.inf)
     return logprobs_BK, ids_BK
-
-
-def _restricts(sampling: Sampling) -> bool:
-    top_p = sampling.top_p is not None and sampling.top_p < 1
-    return bool(sampling.temperature) and (bool(sampling.top_k) or top_p or bool(sampling.min_p))
 
 
 def _check_call(

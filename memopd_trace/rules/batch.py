@@ -56,6 +56,8 @@ class Batch:
     def __init__(self, table: pa.RecordBatch, metadata: TraceMetadata) -> None:
         self.table, self.metadata = table, metadata
         self._lists: dict[str, Lists] = {}
+        self._strings: dict[str, pa.Array] = {}
+        self._outputs: dict[str, Tokens] = {}
 
     def __len__(self) -> int:
         return int(self.table.num_rows)
@@ -64,7 +66,10 @@ class Batch:
         """The Arrow array of a column."""
         return self.table.column(name)
 
-    # whole-row columns, all [B]
+    # whole-row columns, all [B]; most columns of most traces are null throughout, which needs no Arrow kernel
+
+    def _is_null(self, name: str) -> bool:
+        return bool(self.column(name).null_count == len(self))
 
     def given(self, name: str) -> Bools:
         """Where the column is not null."""
@@ -75,18 +80,26 @@ class Batch:
         array = self.column(name)
         if field is not None:
             array = pc.struct_field(array, field)
+        if array.null_count == len(array):
+            return np.full(len(array), default, array.type.to_pandas_dtype())
         return np.asarray(array.fill_null(default))
 
     def flags(self, name: str, default: bool) -> Bools:
         """A bool column, `default` where it is null."""
+        if self._is_null(name):
+            return np.full(len(self), default)
         return np.asarray(self.column(name).fill_null(default))
 
     def strings(self, name: str) -> pa.Array:
         """A string or category column as plain strings."""
-        return self.column(name).cast(pa.string())
+        if name not in self._strings:
+            self._strings[name] = self.column(name).cast(pa.string())
+        return self._strings[name]
 
     def equals(self, name: str, *values: str) -> Bools:
         """Where a category column holds one of `values`."""
+        if self._is_null(name):
+            return np.zeros(len(self), bool)
         return np.asarray(pc.is_in(self.strings(name), pa.array(values, pa.string())))
 
     def text(self, name: str, row: int) -> str | None:
@@ -136,7 +149,9 @@ class Batch:
 
     def output(self, name: str) -> Tokens:
         """A column of length `output`, [M]."""
-        return self._tokens(name, self.output_lengths)
+        if name not in self._outputs:
+            self._outputs[name] = self._tokens(name, self.output_lengths)
+        return self._outputs[name]
 
     def sequence(self, name: str) -> Tokens:
         """A column of length `sequence`, [N]."""
@@ -156,11 +171,6 @@ class Batch:
     def row_of_output(self) -> Ints:
         """[M]: the row of each output token."""
         return np.repeat(np.arange(len(self)), self.output_lengths)
-
-    @cached_property
-    def row_of_sequence(self) -> Ints:
-        """[N]: the row of each sequence token."""
-        return np.repeat(np.arange(len(self)), self.sequence_lengths)
 
     @cached_property
     def index_of_sequence(self) -> Ints:
@@ -221,6 +231,8 @@ def _token_hits(
     bad: Bools, lengths: Ints, column: str, what: str, values: Array | None, expected: str | None
 ) -> Iterator[Hit]:
     tokens = np.flatnonzero(bad)
+    if not len(tokens):
+        return
     ends = np.cumsum(lengths)
     rows, first, counts = np.unique(np.searchsorted(ends, tokens, side="right"), return_index=True, return_counts=True)
     for row, token, count in zip(rows, tokens[first], counts, strict=True):

@@ -172,7 +172,7 @@ def sampling_range(b: Batch) -> Iterator[Hit]:
     for name, low, high, default in (
         ("temperature", 0.0, np.inf, 1.0),
         ("top_p", np.finfo(float).tiny, 1.0, 1.0),
-        ("top_k", -1, np.inf, 0),
+        ("top_k", 0, np.inf, 0),
         ("min_p", 0.0, 1.0, 0.0),
         ("repetition_penalty", np.finfo(float).tiny, np.inf, 1.0),
     ):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Collection
 from dataclasses import dataclass, field
 
 from memopd_trace.invocation import Invocation
@@ -27,7 +28,16 @@ class Run:
         """Add the next row."""
         self.rows.append(row)
         self.invocations.append(invocation)
+        self.know(invocation)
+
+    def know(self, invocation: Invocation) -> None:
+        """Let the rows of this run refer to an invocation that is not judged here."""
         self._by_index.setdefault(invocation.invocation_index, invocation)
+
+    @property
+    def known(self) -> Collection[Invocation]:
+        """The invocations of this run and those that it may refer to."""
+        return self._by_index.values()
 
     def earlier(self, invocation: Invocation, index: int | None) -> Invocation | None:
         """The invocation `index` of this episode, if it comes before `invocation`."""

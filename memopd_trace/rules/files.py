@@ -12,10 +12,11 @@ from typing import Any
 import pyarrow as pa
 
 from memopd_trace.conform import Misfit
+from memopd_trace.disk import file_sha256
 from memopd_trace.metadata import KEY, TraceMetadata, spec_version_of
 from memopd_trace.rules.registry import Hit, rule
 from memopd_trace.schema import COLUMN, SPEC_VERSION
-from memopd_trace.storage import MANIFEST, file_sha256
+from memopd_trace.storage import MANIFEST
 
 FEATURE_COLUMNS = {
     "visibility": ("visible_from", "visible_until"),

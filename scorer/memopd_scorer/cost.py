@@ -16,7 +16,7 @@ from memopd_trace.errors import InputError
 
 
 def estimate(summary: PlanSummary, model: Path) -> dict[str, Any]:
-    """`estimated_flops` of a forward over the plan and `hidden_bytes` of its states at two bytes a value.
+    """`estimated_flops` of a forward over the plan, and the bytes of its states by dtype.
 
     Raises:
         InputError: `E-MODEL-LOAD` when the folder holds no config of a decoder.
@@ -41,5 +41,6 @@ def estimate(summary: PlanSummary, model: Path) -> dict[str, Any]:
     head = 2 * width * vocabulary * summary.prediction_rows
     return {
         "estimated_flops": float(linear + attention + head),
-        "hidden_bytes": 2 * width * summary.targets,
+        "hidden_bytes_bfloat16": 2 * width * summary.targets,
+        "hidden_bytes_float32": 4 * width * summary.targets,
     }

@@ -25,7 +25,7 @@ import hashlib
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -43,7 +43,8 @@ class State:
     """One invocation under one view, ready to be packed; n tokens, m targets.
 
     `row_of_target` is the path index of the row that predicts each target: i-1 for the output token at sequence
-    index i, its own slot for in-place generation. `realm` keeps apart what must never share a prefix.
+    index i, its own slot for in-place generation. `realm` keeps apart what must never share a prefix; `routes` are
+    recorded expert ids, one row a token but the last. `left_out` counts sampled tokens that are no target.
     """
 
     episode_id: str
@@ -57,6 +58,8 @@ class State:
     output_index: IDS  # [m] index into output_ids
     target_ids: IDS  # [m]
     realm: bytes = b""
+    routes: NDArray[np.int16] | None = None  # [n-1, layers * k]
+    left_out: int = 0
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -120,7 +123,10 @@ class Pack:
 
 @dataclass(slots=True)
 class PlanSummary:
-    """What a plan costs, counted while its packs pass by. `pairs` counts visible (query, key) pairs."""
+    """What a plan costs, counted while its packs pass by.
+
+    `pairs` counts visible (query, key) pairs; `left_out` the sampled tokens that are no target.
+    """
 
     layout: Layout
     max_tokens: int
@@ -129,6 +135,7 @@ class PlanSummary:
     logical_tokens: int = 0
     executed_tokens: int = 0
     targets: int = 0
+    left_out: int = 0
     prediction_rows: int = 0
     pairs: int = 0
     longest_pack: int = 0
@@ -141,8 +148,9 @@ class PlanSummary:
         self.logical_tokens += pack.logical_tokens
         self.executed_tokens += len(pack)
         self.targets += len(pack.target_ids_M)
+        self.left_out += sum(s.left_out for s in pack.states)
         self.prediction_rows += len(pack.rows_R)
-        self.pairs += int(np.sum(pack.path_T, dtype=np.int64)) + len(pack)
+        self.pairs += int(np.sum(pack.visible_until_T - pack.visible_from_T, dtype=np.int64))
         self.longest_pack = max(self.longest_pack, len(pack))
         pack.update_digest(self._hash)
 
@@ -159,22 +167,30 @@ class PlanSummary:
         return h.hexdigest()
 
 
-def state_of(invocation: Invocation) -> State:
+def predicted(invocation: Invocation) -> NDArray[np.bool_]:
+    """bool[len(output)]: which output tokens have a row that predicts them (all, but a first one without a prompt)."""
+    return _rows_of_outputs(invocation) >= 0
+
+
+def state_of(invocation: Invocation, *, vocabulary: int | None = None) -> State:
     """The invocation's own recorded state, with its sampled tokens as targets.
 
-    An output token without any row before it (an empty prompt) has no prediction and is no target.
+    No target is an output token without any row before it (an empty prompt), nor, with `vocabulary` (the tokenizer's
+    real size), an id beyond it: logits that are cut to the real ids give it no probability.
     """
-    prompt, output = len(invocation.prompt_ids), len(invocation.output_ids)
-    if invocation.output_slots is not None:
-        rows = invocation.output_slots
-    else:
-        rows = np.arange(prompt - 1, prompt + output - 1, dtype=np.int32)
-    chosen = np.flatnonzero(invocation.sampled() & (rows >= 0)).astype(np.int32)
+    rows = _rows_of_outputs(invocation)
+    wanted = invocation.sampled()
+    targets = wanted & (rows >= 0)
+    if vocabulary is not None:
+        targets &= invocation.output_ids < vocabulary
+    chosen = np.flatnonzero(targets).astype(np.int32)
     realm = hashlib.sha256(invocation.model_id.encode())
     for media in invocation.media or ():
         realm.update(f"{media.start},{media.stop}".encode() + media.sha256)
-    if invocation.routed_experts is not None:
-        realm.update(invocation.routed_experts.tobytes())
+    routes, steps = invocation.routed_experts, max(1, len(invocation) - 1)
+    if routes is not None and len(routes) % steps:  # of unknown width: shared with nothing but its equal
+        realm.update(routes.tobytes())
+        routes = None
     return State(
         episode_id=invocation.episode_id,
         invocation_index=invocation.invocation_index,
@@ -187,15 +203,20 @@ def state_of(invocation: Invocation) -> State:
         output_index=chosen,
         target_ids=invocation.output_ids[chosen],
         realm=realm.digest(),
+        routes=None if routes is None else routes.reshape(steps, -1),
+        left_out=int(wanted.sum()) - len(chosen),
     )
 
 
-def plan(episodes: Iterable[Episode], *, layout: Layout = "tree", max_tokens: int = 8192) -> Iterator[Pack]:
+def plan(
+    episodes: Iterable[Episode], *, layout: Layout = "tree", max_tokens: int = 8192, vocabulary: int | None = None
+) -> Iterator[Pack]:
     """The packs of a trace's recorded states, in order; streams by group, deterministic.
 
-    A pack holds at most `max_tokens` packed tokens; a longer state gets a pack of its own, whole.
+    A pack holds at most `max_tokens` packed tokens; a longer state gets a pack of its own, whole. The trace must be
+    valid (`memopd_trace.validate.require_valid`); `vocabulary` is that of `state_of`.
     """
-    groups = ([state_of(i) for i in group] for group in iter_groups(episodes))
+    groups = ([state_of(i, vocabulary=vocabulary) for i in group] for group in iter_groups(episodes))
     return plan_states(groups, layout=layout, max_tokens=max_tokens)
 
 
@@ -231,11 +252,11 @@ def plan_states(
 
 
 def iter_groups(episodes: Iterable[Episode]) -> Iterator[list[Invocation]]:
-    """Invocations that may share prefixes: an episode, or neighbouring episodes of one `group_id`."""
-    for _, run in groupby(enumerate(episodes), key=_group_key):
+    """Invocations that may share prefixes: those of neighbouring episodes of one group (or task)."""
+    for _, run in groupby(episodes, key=lambda e: e.group_key):
         group: list[Invocation] = []
         tokens = 0
-        for _, episode in run:
+        for episode in run:
             group.extend(episode)
             tokens += sum(len(i) for i in episode)
             if tokens > GROUP_TOKENS:
@@ -305,11 +326,6 @@ def shareable_length(state: State) -> int:
     return limit
 
 
-def _group_key(numbered: tuple[int, Episode]) -> tuple[bool, str | int]:
-    number, episode = numbered
-    return (True, number) if episode.group_id is None else (False, episode.group_id)
-
-
 def _arrange(states: list[State], layout: Layout) -> list[tuple[State, int]]:
     """Sort states so that equal prefixes meet; pair each with what it shares with the one before it."""
     if layout != "tree":
@@ -321,8 +337,25 @@ def _arrange(states: list[State], layout: Layout) -> list[tuple[State, int]]:
     for i in range(1, len(ordered)):
         a, b = ordered[i - 1], ordered[i]
         common = _common_prefix(_tokens_key(a), _tokens_key(b)) if a.realm == b.realm else 0
-        shared.append(min(common, limits[i - 1], limits[i]))
+        shared.append(min(common, _common_routes(a, b), limits[i - 1], limits[i]))
     return list(zip(ordered, shared, strict=True))
+
+
+def _common_routes(a: State, b: State) -> int:
+    """How many leading tokens went to the same experts, as far as that was recorded."""
+    if a.routes is None and b.routes is None:
+        return len(a)
+    if a.routes is None or b.routes is None or a.routes.shape[1] != b.routes.shape[1]:
+        return 0
+    return _common_prefix(a.routes, b.routes)
+
+
+def _rows_of_outputs(invocation: Invocation) -> IDS:
+    """int32[len(output)]: the path index of the row that predicts each output token; -1 where there is none."""
+    if invocation.output_slots is not None:
+        return invocation.output_slots
+    prompt, output = len(invocation.prompt_ids), len(invocation.output_ids)
+    return np.arange(prompt - 1, prompt + output - 1, dtype=np.int32)
 
 
 def _tokens_key(state: State) -> NDArray[np.int32]:
@@ -331,7 +364,8 @@ def _tokens_key(state: State) -> NDArray[np.int32]:
     return np.stack([state.ids, positions], axis=1).astype(">i4")
 
 
-def _common_prefix(a: NDArray[np.int32], b: NDArray[np.int32]) -> int:
+def _common_prefix(a: NDArray[np.integer[Any]], b: NDArray[np.integer[Any]]) -> int:
+    """How many leading rows of two tables agree."""
     m = min(len(a), len(b))
     return _first((a[:m] != b[:m]).any(axis=1), m)
 

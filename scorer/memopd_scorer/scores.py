@@ -20,15 +20,13 @@ import torch
 from torch import Tensor
 
 from memopd_scorer.signals import Head
-from memopd_scorer.store import HEAD, head_is_whole, load_head, read_run, shard_is_whole
+from memopd_scorer.store import HEAD, head_is_whole, load_head, read_run, shard_fault
 from memopd_trace.conform import iter_list_values
 from memopd_trace.errors import InputError, UsageError
 from memopd_trace.metadata import ScoresMetadata
 from memopd_trace.storage import read_manifest
 
 SELF_CHECK_ROWS = 8
-# |recomputed - stored| in nats that another machine's float32 arithmetic explains
-SELF_CHECK_TOLERANCE = 1e-3
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -66,9 +64,10 @@ class ScoresReader:
         self.files = [self.folder / part["name"] for part in read_manifest(self.folder)["files"]]
         self._where: dict[tuple[str, int], tuple[int, int]] = {}
         for number, file in enumerate(self.files):
-            if not file.is_file() or not shard_is_whole(file):
+            fault = shard_fault(file, self.metadata)
+            if fault is not None:
                 raise InputError(
-                    f"{file}: missing or damaged",
+                    f"{file}: {fault}",
                     code="E-SCORES-DAMAGED",
                     hint="run the same `memopd-trace score` with --repair",
                 )
@@ -135,10 +134,10 @@ class ScoresReader:
         if target_ids is not None:
             errors["logprob"] = abs(float(logits[int(target_ids[0])]) - logsumexp - float(row.logprob[0]))
         for name, error in errors.items():
-            if not error <= SELF_CHECK_TOLERANCE:
+            if not error <= self.metadata.tolerance:
                 raise InputError(
                     f"{self.folder}: episode '{row.episode_id}', invocation {row.invocation_index}: {name} recomputed "
-                    f"from state and head is off by {error:.2e} nats (limit {SELF_CHECK_TOLERANCE:.0e})",
+                    f"from state and head is off by {error:.2e} nats (limit {self.metadata.tolerance:.0e})",
                     code="E-SCORES-CHECK",
                     hint="these scores are not of this head and these states; score again",
                 )
@@ -165,7 +164,8 @@ def _read_rows(file: Path, metadata: ScoresMetadata) -> Iterator[ScoreRow]:
         flat[name] = None
         if name in columns:
             inner = iter_list_values(columns[name])[1]
-            flat[name] = iter_list_values(inner)[1].to_numpy().reshape(len(inner), -1)
+            width = metadata.teacher.head.size if name == "logits" else metadata.topk or 0
+            flat[name] = iter_list_values(inner)[1].to_numpy().reshape(len(inner), width)
     flat["hidden"] = None
     if "hidden" in columns:
         states = iter_list_values(columns["hidden"])[1]

@@ -5,7 +5,7 @@ The output head runs on prediction rows only, a chunk of rows at a time with one
 part of the vocabulary carries no mass, and what it would have carried is reported.
 
     logprob[m]   = z[row(m), id(m)] - logsumexp[row(m)]         nats
-    entropy[r]   = logsumexp[r] - sum_v p[r, v] z[r, v]          nats
+    entropy[r]   = - sum_v p[r, v] log p[r, v]                   nats
     tail[r]      = log(1 - sum of the k chosen probabilities), computed from the rest, not by subtraction
 
 Shape legend: R prediction rows, M targets, K chosen ids, V vocabulary (real ids), D model width.
@@ -137,19 +137,20 @@ def compute_signals(hidden_RD: Tensor, head: Head, pack: Pack, names: tuple[str,
     `sampled` (logprob, logsumexp, entropy) is always there: it is the self-check of the others. `topk` > V gives V.
 
     Raises:
-        InputError: `E-NONFINITE` when a logit is NaN or infinite.
+        InputError: `E-NONFINITE` when a row's logits are NaN or have no finite log-sum-exp.
         UsageError: an unknown signal name, or a target id beyond the head's real ids.
     """
     check_signals(names)
-    if len(pack.target_ids_M) and int(pack.target_ids_M.max()) >= head.size:
+    ids = pack.target_ids_M
+    if len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < head.size:
         raise UsageError(
-            f"target id {int(pack.target_ids_M.max())}, the tokenizer has {head.size} ids",
-            hint="`memopd-trace validate` names the rows",
+            f"target ids from {int(ids.min())} to {int(ids.max())}, the head has {head.size} real ids",
+            hint="plan with vocabulary=head.size",
         )
     rows, k = len(pack.rows_R), min(topk, head.size)
     out = _RowSignals(rows, len(pack.target_ids_M), k, head.size, names)
     order = np.argsort(pack.target_row_M, kind="stable")
-    for start, stop in _chunks(rows, head.size):
+    for start, stop in iter_chunks(rows, head.size):
         out.add(hidden_RD[start:stop], head, start, stop, pack, order)
     target_row = pack.target_row_M
     return Signals(
@@ -191,9 +192,7 @@ class _RowSignals:
         rows = slice(start, stop)
         self.logsumexp_R[rows] = logsumexp.cpu().numpy()
         probabilities = (logits - logsumexp[:, None]).exp()
-        # sum of p z over shifted logits: no cancellation of large terms
-        expected = (probabilities * (logits - logsumexp[:, None])).sum(-1)
-        self.entropy_R[rows] = (-expected).cpu().numpy()
+        self.entropy_R[rows] = torch.special.entr(probabilities).sum(-1).cpu().numpy()
         self.padded_mass = max(self.padded_mass, float(head.padded_mass(hidden, logsumexp).max()))
         low, high = np.searchsorted(pack.target_row_M[order], [start, stop])
         targets = order[low:high]
@@ -231,7 +230,8 @@ def describe_head(head: Head) -> dict[str, Any]:
     }
 
 
-def _chunks(rows: int, size: int) -> Iterator[tuple[int, int]]:
+def iter_chunks(rows: int, size: int) -> Iterator[tuple[int, int]]:
+    """`[start, stop)` runs of rows whose [rows, size] logits stay within CHUNK_CELLS cells."""
     step = max(1, CHUNK_CELLS // size)
     for start in range(0, rows, step):
         yield start, min(start + step, rows)

@@ -13,7 +13,6 @@ Shape legend: M targets of a pack, K chosen ids, D model width.
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import json
 import re
@@ -31,37 +30,30 @@ from torch import Tensor
 
 from memopd_scorer.plan import Pack
 from memopd_scorer.signals import Head, Signals
-from memopd_trace.errors import InputError, UsageError
-from memopd_trace.metadata import ScoresMetadata, check_version, first_error
+from memopd_trace.disk import atomic_file
+from memopd_trace.errors import InputError
+from memopd_trace.metadata import SCORES_KEY, ScoresMetadata, check_version, first_error
 from memopd_trace.schema import SCORES_COLUMNS
-from memopd_trace.storage import MANIFEST, atomic_file
+from memopd_trace.storage import MANIFEST
 
-RUN, HEAD, LOCK = "run.json", "head.safetensors", ".lock"
+RUN, HEAD = "run.json", "head.safetensors"
 SHARD_BYTES = 32 * 2**20
 SHARD_TOKENS = 2**20
 _SHARD_NAME = re.compile(r"shard-(\d{6,})-([0-9a-f]{16})\.parquet")
 
 
 class ScoresWriter:
-    """Write or continue a scores folder; one process at a time.
+    """Write or continue a scores folder, which the caller holds (`memopd_trace.disk.exclusive`).
 
     Raises:
         InputError: `E-SCORES-OTHER-RUN` when the folder holds another run, `E-SCORES-DAMAGED` when a finished shard is
-            damaged and `repair` is false.
-        UsageError: another process is writing to the folder.
+            not of this run, changed, or there twice, and `repair` is false.
     """
 
     def __init__(self, folder: Path, metadata: ScoresMetadata, head: Head, *, repair: bool = False) -> None:
-        self.folder, self.metadata = folder, metadata
-        folder.mkdir(parents=True, exist_ok=True)
-        self._lock = (folder / LOCK).open("w")
-        try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            self._lock.close()
-            raise UsageError(f"{folder}: another process is scoring into it") from None
+        self.folder, self.metadata, self._repair = folder, metadata, repair
         self._check_same_run()
-        self.finished = self._verified_shards(repair)
+        self._finished = self._verified_shards()
         if not (folder / RUN).exists():
             with atomic_file(folder / RUN) as out:
                 out.write(metadata.model_dump_json(indent=1).encode())
@@ -69,41 +61,52 @@ class ScoresWriter:
             with atomic_file(folder / HEAD) as out:
                 out.write(save(_head_tensors(head)))
 
+    def has(self, number: int, packs: list[Pack]) -> bool:
+        """Whether shard `number` is finished; its rows must be those of `packs`."""
+        file = self._finished.get(number)
+        if file is None:
+            return False
+        table = pq.read_table(file, columns=["episode_id", "invocation_index", "state_digest"]).to_pydict()
+        planned = [(s.episode_id, s.invocation_index, s.digest) for p in packs for s in p.states]
+        if list(zip(*table.values(), strict=True)) == planned:
+            return True
+        self._damaged(file, "its rows are not those of the plan")
+        del self._finished[number]
+        return False
+
     def write_shard(self, number: int, packs: Iterable[tuple[Pack, Signals]]) -> None:
         """Write one shard: a row for every state of its packs, in plan order."""
-        batches = [_batch(pack, signals, self.metadata) for pack, signals in packs]
+        table = pa.Table.from_batches([_batch(pack, signals, self.metadata) for pack, signals in packs])
+        table = table.replace_schema_metadata(self.metadata.to_schema_metadata())
         sink = pa.BufferOutputStream()
-        table = pa.Table.from_batches(batches)
         with pq.ParquetWriter(
             sink,
-            table.schema.with_metadata(self.metadata.to_schema_metadata()),
+            table.schema,
             compression="zstd",
             compression_level=1,
             use_dictionary=["teacher_id", "view"],
             write_page_checksum=True,
         ) as writer:
-            writer.write_table(table.replace_schema_metadata(self.metadata.to_schema_metadata()))
+            writer.write_table(table)
         data = sink.getvalue()
         name = f"shard-{number:06d}-{hashlib.sha256(data).hexdigest()[:16]}.parquet"
         with atomic_file(self.folder / name) as out:
             out.write(data)
-        self.finished[number] = self.folder / name
+        self._finished[number] = self.folder / name
 
-    def close(self, *, shards: int | None) -> None:
-        """Release the folder; with all `shards` there, write the manifest."""
-        if shards is not None:
-            files = [self.finished[n] for n in range(shards)]
-            rows = [pq.read_metadata(f).num_rows for f in files]
-            manifest = {
-                "format": "memopd-trace-scores",
-                "spec_version": self.metadata.spec_version,
-                "files": [{"name": f.name, "rows": r} for f, r in zip(files, rows, strict=True)],
-                "rows": sum(rows),
-                "complete": True,
-            }
-            with atomic_file(self.folder / MANIFEST) as out:
-                out.write(json.dumps(manifest, indent=1).encode())
-        self._lock.close()
+    def finish(self, shards: int) -> None:
+        """Write the manifest over all `shards`."""
+        files = [self._finished[n] for n in range(shards)]
+        rows = [pq.read_metadata(f).num_rows for f in files]
+        manifest = {
+            "format": "memopd-trace-scores",
+            "spec_version": self.metadata.spec_version,
+            "files": [{"name": f.name, "rows": r} for f, r in zip(files, rows, strict=True)],
+            "rows": sum(rows),
+            "complete": True,
+        }
+        with atomic_file(self.folder / MANIFEST) as out:
+            out.write(json.dumps(manifest, indent=1).encode())
 
     def _check_same_run(self) -> None:
         if not (self.folder / RUN).exists():
@@ -118,21 +121,30 @@ class ScoresWriter:
                     hint="score into another folder",
                 )
 
-    def _verified_shards(self, repair: bool) -> dict[int, Path]:
+    def _verified_shards(self) -> dict[int, Path]:
         finished: dict[int, Path] = {}
         for file in sorted(self.folder.glob("shard-*.parquet")):
-            if shard_is_whole(file):
-                finished[_shard_number(file)] = file
-            elif repair:
-                file.unlink()
-                (self.folder / MANIFEST).unlink(missing_ok=True)
+            name = _SHARD_NAME.fullmatch(file.name)
+            if name is None:
+                continue
+            fault = shard_fault(file, self.metadata)
+            if fault is None and int(name[1]) in finished:
+                fault = f"{finished[int(name[1])].name} is there as well"
+            if fault is None:
+                finished[int(name[1])] = file
             else:
-                raise InputError(
-                    f"{file}: its bytes do not match the hash in its name",
-                    code="E-SCORES-DAMAGED",
-                    hint="run the same command with --repair to score this shard again",
-                )
+                self._damaged(file, fault)
         return finished
+
+    def _damaged(self, file: Path, fault: str) -> None:
+        if not self._repair:
+            raise InputError(
+                f"{file}: {fault}",
+                code="E-SCORES-DAMAGED",
+                hint="run the same command with --repair to score this shard again",
+            )
+        (self.folder / MANIFEST).unlink(missing_ok=True)
+        file.unlink()
 
 
 def read_run(folder: Path) -> ScoresMetadata:
@@ -151,15 +163,17 @@ def read_run(folder: Path) -> ScoresMetadata:
     return metadata
 
 
-def iter_shards(packs: Iterable[Pack], *, bytes_per_target: int, shard_bytes: int) -> Iterator[list[Pack]]:
-    """Runs of consecutive packs of about `shard_bytes` of scores (and at most SHARD_TOKENS packed tokens)."""
+def iter_shards(
+    packs: Iterable[Pack], *, bytes_per_target: int, shard_bytes: int, shard_tokens: int = SHARD_TOKENS
+) -> Iterator[list[Pack]]:
+    """Runs of consecutive packs that reach `shard_bytes` of scores or `shard_tokens` packed tokens."""
     run: list[Pack] = []
     size = tokens = 0
     for pack in packs:
         run.append(pack)
         size += len(pack.target_ids_M) * bytes_per_target
         tokens += len(pack)
-        if size >= shard_bytes or tokens >= SHARD_TOKENS:
+        if size >= shard_bytes or tokens >= shard_tokens:
             yield run
             run, size, tokens = [], 0, 0
     if run:
@@ -232,16 +246,19 @@ def head_is_whole(file: Path, metadata: ScoresMetadata) -> bool:
         return False
 
 
-def shard_is_whole(file: Path) -> bool:
-    """Whether a shard's bytes match the hash in its name."""
+def shard_fault(file: Path, metadata: ScoresMetadata) -> str | None:
+    """What is wrong with a shard: its bytes do not match the hash in its name, or it is of another run."""
     name = _SHARD_NAME.fullmatch(file.name)
-    return name is not None and hashlib.sha256(file.read_bytes()).hexdigest()[:16] == name[2]
-
-
-def _shard_number(file: Path) -> int:
-    name = _SHARD_NAME.fullmatch(file.name)
-    assert name is not None
-    return int(name[1])
+    data = file.read_bytes() if file.is_file() else b""
+    if name is None or hashlib.sha256(data).hexdigest()[:16] != name[2]:
+        return "missing, or its bytes do not match the hash in its name"
+    try:
+        raw = (pq.read_schema(pa.BufferReader(data)).metadata or {}).get(SCORES_KEY, b"")
+        theirs = ScoresMetadata.model_validate_json(raw)
+    except (pa.ArrowException, OSError, ValidationError) as error:
+        return f"it is no shard: {first_error(error)}"
+    same = theirs.model_copy(update={"producer": metadata.producer}) == metadata
+    return None if same else "it is a shard of another run"
 
 
 def _first_difference(name: str, there: Any, here: Any) -> str:

@@ -1,4 +1,4 @@
-"""Load a causal LM for scoring, and find out what it can do before anything is scored.
+"""Load a causal LM to score, audit or train with, and find out what it can do before anything is scored.
 
 The probe runs three short forked random sequences through the packed backend and, alone, through the model's own
 attention. A model that differs beyond rounding (recurrent or convolutional state, position tricks, capacity
@@ -28,7 +28,7 @@ from memopd_scorer.attention import Backend, states_at_rows
 from memopd_scorer.plan import Layout, Pack, State, plan_states
 from memopd_scorer.signals import Head, head_of
 from memopd_trace.errors import InputError, UsageError
-from memopd_trace.metadata import Tokenizer
+from memopd_trace.metadata import Tokenizer, TraceMetadata
 from memopd_trace.record.fingerprint import tokenizer_metadata
 
 DTYPES = {
@@ -57,8 +57,8 @@ class Capability:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Teacher:
-    """A model ready to score."""
+class LoadedModel:
+    """A causal LM that was probed: a teacher to score with, a student to audit or train."""
 
     name: str
     model: PreTrainedModel
@@ -67,9 +67,8 @@ class Teacher:
     backend: Backend
     capability: Capability
 
-    @torch.no_grad()
     def states(self, pack: Pack) -> Tensor:
-        """hidden_RD at a pack's prediction rows, in the model's dtype.
+        """hidden_RD at a pack's prediction rows, in the model's dtype; differentiable.
 
         Raises:
             UsageError: the model is in training mode (dropout would be on).
@@ -77,13 +76,14 @@ class Teacher:
         """
         if any(m.training for m in self.model.modules()):
             raise UsageError(f"{self.name}: the model is in training mode", hint="call model.eval() first")
+        self._check_reach(pack)
         if self.capability.layout == "tree":
             return states_at_rows(self.model, pack, backend=self.backend)
         if not pack.is_plain:
             raise InputError(
                 f"{self.name} cannot run recorded positions or visibility: {self.capability.reason}",
                 code="E-MODEL-UNSUPPORTED",
-                hint="these rows need a teacher with plain attention",
+                hint="these rows need a model with plain attention",
             )
         return states_at_rows(self.model, pack, backend="native")
 
@@ -91,15 +91,38 @@ class Teacher:
         """The layout that will be used: the wanted one, or `single` where the model is exact in no other."""
         return wanted if self.capability.layout == "tree" else "single"
 
+    def _check_reach(self, pack: Pack) -> None:
+        """Refuse positions and ids that the model was not made for."""
+        config = self.model.config.get_text_config()
+        limits = {
+            "position": (pack.positions_T, getattr(config, "max_position_embeddings", None)),
+            "token id": (pack.token_ids_T, self.model.get_input_embeddings().weight.shape[0]),
+        }
+        for what, (values, limit) in limits.items():
+            if limit is not None and len(values) and int(values.max()) >= limit:
+                state = next(s for s in pack.states if len(s) and _reaches(s, what, limit))
+                raise InputError(
+                    f"{self.name} has {limit} {what}s, episode '{state.episode_id}', invocation "
+                    f"{state.invocation_index} needs {what} {int(values.max())}",
+                    code="E-MODEL-UNSUPPORTED",
+                    hint="another model, or a larger limit in its config.json if it was trained for it",
+                )
 
-def load_teacher(
+
+def _reaches(state: State, what: str, limit: int) -> bool:
+    if what == "token id":
+        return int(state.ids.max()) >= limit
+    return (len(state) - 1 if state.positions is None else int(state.positions.max())) >= limit
+
+
+def load(
     path: str | os.PathLike[str],
     *,
     dtype: str = "float32",
     device: str = "cpu",
     backend: Literal["auto", "sdpa", "eager"] = "auto",
-) -> Teacher:
-    """Load, probe and describe a teacher (a local folder, a `.gguf` file or a hub name).
+) -> LoadedModel:
+    """Load, probe and describe a model (a local folder, a `.gguf` file or a hub name).
 
     Raises:
         InputError: `E-MODEL-LOAD`, `E-MODEL-UNSUPPORTED` or `E-TOKENIZER-MISMATCH`.
@@ -111,8 +134,29 @@ def load_teacher(
     tokenizer = load_tokenizer(path, vocab_size=model.get_input_embeddings().weight.shape[0])
     head = head_of(model, tokenizer.size)
     chosen: Literal["sdpa", "eager"] = "sdpa" if backend == "auto" else backend
-    capability = probe(model, head, backend=chosen)
-    return Teacher(Path(path).name, model, head, tokenizer, chosen, capability)
+    return LoadedModel(Path(path).name, model, head, tokenizer, chosen, probe(model, head, backend=chosen))
+
+
+def check_trace(metadata: TraceMetadata, model: LoadedModel) -> None:
+    """A model reads a trace's ids only if its tokenizer is the very one they come from, and they are all it needs.
+
+    Raises:
+        InputError: `E-TOKENIZER-MISMATCH`, naming both fingerprints; `E-MODEL-UNSUPPORTED` for a trace with media.
+    """
+    for model_id, described in metadata.models.items():
+        theirs = described.tokenizer
+        if theirs.fingerprint != model.tokenizer.fingerprint or theirs.size != model.tokenizer.size:
+            raise InputError(
+                f"'{model.name}' has tokenizer {model.tokenizer.fingerprint[:16]} ({model.tokenizer.size} ids), the "
+                f"trace's model '{model_id}' has {theirs.fingerprint[:16]} ({theirs.size} ids)",
+                code="E-TOKENIZER-MISMATCH",
+                hint="the ids would mean other text to this model",
+            )
+    if "media" in metadata.required_features:
+        raise InputError(
+            "the trace holds media, which are not fed to models yet: only text states can be run exactly",
+            code="E-MODEL-UNSUPPORTED",
+        )
 
 
 def load_model(path: str | os.PathLike[str], *, dtype: str = "float32", device: str = "cpu") -> PreTrainedModel:

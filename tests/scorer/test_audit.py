@@ -19,7 +19,7 @@ from helpers_scorer import (
     write_trace,
 )
 
-from memopd_scorer.audit import audit
+from memopd_scorer.auditing import audit
 from memopd_scorer.signals import head_of
 from memopd_trace.errors import InputError, UsageError
 from memopd_trace.invocation import Episode, Invocation, Sampling, Segment
@@ -118,14 +118,15 @@ def test_each_kind_of_logprob_is_recomputed_as_it_was_recorded(kind: str, tmp_pa
     assert audit(tmp_path / "t.parquet", student).recorded.max_abs <= 1e-5
     if kind == "processed":
         write(tmp_path / "u.parquet", metadata_for(student), [r.replace(output_kept_logmass=None) for r in rows])
-        with pytest.raises(InputError, match="E-AUDIT-NO-LOGPROBS"):  # the kept set is unknown: not comparable
+        with pytest.raises(InputError, match="E-SUPPORT-UNKNOWN"):  # the kept set is unknown
             audit(tmp_path / "u.parquet", student)
 
 
 def test_nulls_are_skipped_and_counted(toy: tuple[Path, Path], tmp_path: Path) -> None:
     def hide_first(row: Invocation) -> Invocation:
         assert row.output_logprobs is not None
-        return row.replace(output_logprobs=[None, *row.output_logprobs[1:].tolist()])
+        masked = [False, True, True, True, True, True]  # a token that is trained must have a log-probability
+        return row.replace(output_logprobs=[None, *row.output_logprobs[1:].tolist()], output_loss_mask=masked)
 
     report = audit(rewritten(toy, tmp_path / "t.parquet", hide_first), toy[0])
     assert report.skipped_tokens == 3 * 4
@@ -175,3 +176,49 @@ def test_oracle_and_trace_agree(toy: tuple[Path, Path]) -> None:
     for row in reader.iter_invocations():
         assert row.output_logprobs is not None
         np.testing.assert_allclose(row.output_logprobs, expected[row.key], atol=1e-6)
+
+
+def test_numbers_that_no_softmax_gives_are_said_to_be_none(toy: tuple[Path, Path], tmp_path: Path) -> None:
+    greedy = Sampling(temperature=0.0)
+    trace = rewritten(toy, tmp_path / "t.parquet", lambda r: r.replace(logprob_kind="tempered", sampling=greedy))
+    with pytest.raises(InputError, match="E-AUDIT-NO-LOGPROBS.*temperature 0"):
+        audit(trace, toy[0])
+
+
+def test_only_the_rows_of_one_model_are_compared_with_it(toy: tuple[Path, Path], tmp_path: Path) -> None:
+    reader = read(toy[1])
+    two = reader.metadata.model_copy(
+        update={"models": {**reader.metadata.models, "planner": reader.metadata.models["m"]}}
+    )
+    rows = [i if i.invocation_index % 2 else i.replace(model_id="planner") for i in reader.iter_invocations()]
+    write(tmp_path / "t.parquet", two, rows)
+    with pytest.raises(UsageError, match="m, planner"):
+        audit(tmp_path / "t.parquet", toy[0])
+    report = audit(tmp_path / "t.parquet", toy[0], model_id="m", against="persistent-history")
+    assert report.recorded.tokens == 3 * 2 * 6
+    assert report.recorded.max_abs <= 1e-5
+
+
+def test_a_trace_that_is_not_valid_is_refused_by_its_code(toy: tuple[Path, Path], tmp_path: Path) -> None:
+    broken = rewritten(toy, tmp_path / "t.parquet", lambda r: r.replace(visible_until=[1]))
+    with pytest.raises(InputError, match="E-LENGTH-SEQUENCE"):
+        audit(broken, toy[0])
+
+
+def test_a_copy_of_a_rejected_attempt_is_new_to_the_history() -> None:
+    row = {"episode_id": "e", "model_id": "m"}
+    rejected = Invocation(**row, invocation_index=0, prompt_ids=[1, 2], output_ids=[9], accepted=False)
+    after = Invocation(
+        **row, invocation_index=1, prompt_ids=[1, 9, 3], output_ids=[4], segments=[Segment(1, 2, "memory", 0, 2)]
+    )
+    assert persistent_history(Episode("e", (rejected, after)))[1].tolist() == [1, 9, 3]
+    accepted = rejected.replace(accepted=None)
+    assert persistent_history(Episode("e", (accepted, after)))[1].tolist() == [1, 2, 9, 3]
+
+
+def test_in_place_rows_have_no_flattened_history() -> None:
+    slots = Invocation(
+        episode_id="e", invocation_index=0, model_id="m", prompt_ids=[1, 0], output_ids=[5], output_slots=[1]
+    )
+    with pytest.raises(UsageError, match="generated in place"):
+        persistent_history(Episode("e", (slots,)))

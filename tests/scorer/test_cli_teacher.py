@@ -31,7 +31,7 @@ def test_plan_prints_what_scoring_will_cost(toy: tuple[Path, Path], capsys: pyte
     assert printed["logical_tokens"] > printed["executed_tokens"]
     assert printed["targets"] == 48
     assert printed["estimated_flops"] > 2 * printed["executed_tokens"] * 3 * (32 * 96 + 3 * 32 * 64)
-    assert printed["hidden_bytes"] == 48 * 32 * 2
+    assert printed["hidden_bytes_bfloat16"] == 48 * 32 * 2
 
 
 def test_score_then_score_again(toy: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -226,3 +226,19 @@ def test_the_digest_sees_layout_budget_and_content() -> None:
 def test_an_unknown_layout_is_a_usage_error() -> None:
     with pytest.raises(UsageError, match="layout 'rows'"):
         list(plan([], layout="rows"))  # type: ignore[arg-type]
+
+
+def test_expert_routes_are_compared_token_by_token() -> None:
+    a = call([1, 2, 3], [4], routed_experts=[0, 1, 2, 3, 4, 5])  # three positions of two ids
+    b = call([1, 2, 3], [5], 1, routed_experts=[0, 1, 2, 9, 4, 5])
+    (pack,) = plan(episode(a, b))
+    assert len(pack) == 8 - 1  # the second token went elsewhere
+    (same,) = plan(episode(a, b.replace(routed_experts=a.routed_experts)))
+    assert len(same) == 8 - 3
+
+
+def test_pairs_count_what_is_visible() -> None:
+    summary = PlanSummary("tree", 100)
+    for pack in plan(episode(call([1, 0, 0, 2], [8], output_slots=[1], visible_from=[0] * 4))):
+        summary.add(pack)
+    assert summary.pairs == 16  # all four see all four

@@ -26,11 +26,11 @@ from helpers_scorer import (
     write_trace,
 )
 
-from memopd_scorer.score import score
 from memopd_scorer.scores import ScoresReader
+from memopd_scorer.scoring import score
 from memopd_scorer.signals import head_of
 from memopd_scorer.store import HEAD
-from memopd_scorer.teacher import load_teacher
+from memopd_scorer.teacher import load
 from memopd_trace.errors import InputError, UsageError
 from memopd_trace.invocation import Episode
 from memopd_trace.storage import read, write
@@ -65,7 +65,7 @@ def test_every_sampled_token_has_the_oracles_signals(toy: tuple[Path, Path], tmp
     assert result.shards > 1
     assert result.plan.executed_tokens < result.plan.logical_tokens
     reader = ScoresReader(tmp_path / "scores")
-    model = load_teacher(teacher).model
+    model = load(teacher).model
     seen = 0
     for pack, hidden_RD in oracle(model, list(read(trace).iter_episodes())):
         state = pack.states[0]
@@ -93,7 +93,7 @@ def test_states_are_stored_in_the_teachers_dtype_without_loss(
     teacher, trace = toy
     score(trace, teacher, tmp_path / "s", signals=("hidden",), dtype=dtype, layout="single")
     reader = ScoresReader(tmp_path / "s")
-    model = load_teacher(teacher, dtype=dtype)
+    model = load(teacher, dtype=dtype)
     for pack, hidden_RD in oracle(model.model, episodes()[:2]):
         row = reader.get(pack.states[0].episode_id, pack.states[0].invocation_index)
         assert row is not None and row.hidden is not None
@@ -113,7 +113,7 @@ def test_running_it_again_scores_nothing_and_changes_nothing(toy: tuple[Path, Pa
 
 _SLOW_RUN = """
 import sys, time
-from memopd_scorer import score as module
+from memopd_scorer import scoring as module
 trace, teacher, out = sys.argv[1:]
 module.score(trace, teacher, out, max_tokens=100, shard_bytes=1_000, on_pack=lambda done, total: time.sleep(0.1))
 """
@@ -172,7 +172,7 @@ def test_a_deleted_shard_and_a_damaged_head_are_made_again(toy: tuple[Path, Path
     score(trace, teacher, tmp_path / "s", **options)  # type: ignore[arg-type]
     sorted((tmp_path / "s").glob("shard-*"))[1].unlink()
     (tmp_path / "s" / HEAD).write_bytes(b"no head")
-    with pytest.raises(InputError, match="missing or damaged"):
+    with pytest.raises(InputError, match="E-SCORES-DAMAGED.*missing"):
         ScoresReader(tmp_path / "s")
     assert score(trace, teacher, tmp_path / "s", **options).shards_scored == 1  # type: ignore[arg-type]
     assert len(ScoresReader(tmp_path / "s")) == 6 * 4 + 4
@@ -263,7 +263,7 @@ def test_a_model_that_cannot_be_packed_is_scored_alone_and_right(tmp_path: Path)
     result = score(tmp_path / "t.parquet", teacher, tmp_path / "s", signals=("hidden",))
     assert result.plan.layout == "single"
     reader = ScoresReader(tmp_path / "s")
-    for pack, hidden_RD in oracle(load_teacher(teacher).model, episodes(2)):
+    for pack, hidden_RD in oracle(load(teacher).model, episodes(2)):
         row = reader.get(pack.states[0].episode_id, pack.states[0].invocation_index)
         assert row is not None and row.hidden is not None
         torch.testing.assert_close(row.hidden, hidden_RD[torch.from_numpy(pack.target_row_M).long()])
@@ -278,3 +278,83 @@ def test_scores_that_are_not_of_their_head_are_refused(toy: tuple[Path, Path], t
     row.hidden[0] += 0.5
     with pytest.raises(InputError, match="E-SCORES-CHECK"):
         reader.verify(row)
+
+
+def test_a_shard_of_another_run_or_there_twice_is_not_taken(toy: tuple[Path, Path], tmp_path: Path) -> None:
+    teacher, trace = toy
+    other = save_model(tiny_model("llama", seed=8), tmp_path / "other")
+    score(trace, teacher, tmp_path / "s", signals=("sampled",))
+    score(trace, other, tmp_path / "o", signals=("sampled",))
+    (mine,), (theirs,) = ((tmp_path / f).glob("shard-*") for f in "so")
+    copied = tmp_path / "s" / theirs.name
+    copied.write_bytes(theirs.read_bytes())
+    with pytest.raises(InputError, match="E-SCORES-DAMAGED.*another run"):
+        score(trace, teacher, tmp_path / "s", signals=("sampled",))
+    assert score(trace, teacher, tmp_path / "s", signals=("sampled",), repair=True).shards_scored == 0
+    assert mine.exists() and not copied.exists()
+    assert len(ScoresReader(tmp_path / "s")) == 6 * 4 + 4
+
+
+def test_shards_whose_boundaries_are_not_the_plans_are_scored_again(toy: tuple[Path, Path], tmp_path: Path) -> None:
+    teacher, trace = toy
+    options = {"max_tokens": 100, "shard_bytes": 1_000}
+    score(trace, teacher, tmp_path / "s", **options)  # type: ignore[arg-type]
+    expected = rows_of(tmp_path / "s")
+    with pytest.MonkeyPatch.context() as patch:  # another release, which fills shards in another way
+        patch.setattr("memopd_scorer.scoring.bytes_per_target", lambda *a, **k: 9)
+        with pytest.raises(InputError, match="E-SCORES-DAMAGED.*not those of the plan"):
+            score(trace, teacher, tmp_path / "s", **options)  # type: ignore[arg-type]
+        score(trace, teacher, tmp_path / "s", repair=True, **options)  # type: ignore[arg-type]
+        assert rows_of(tmp_path / "s") == expected
+
+
+def test_a_refusal_lets_go_of_the_folder(toy: tuple[Path, Path], tmp_path: Path) -> None:
+    teacher, trace = toy
+    score(trace, teacher, tmp_path / "s", signals=("sampled",))
+    (shard,) = (tmp_path / "s").glob("shard-*")
+    shard.write_bytes(b"")
+    with pytest.raises(InputError) as kept:  # the exception stays alive, as in a notebook
+        score(trace, teacher, tmp_path / "s", signals=("sampled",))
+    assert score(trace, teacher, tmp_path / "s", signals=("sampled",), repair=True).shards_scored == 1
+    assert kept.value.code == "E-SCORES-DAMAGED"
+
+
+def test_padded_ids_that_were_sampled_are_left_out_and_counted(tmp_path: Path) -> None:
+    model = tiny_model("llama")
+    teacher = save_model(model, tmp_path / "teacher")
+    episode = memory_episode(np.random.default_rng(0), "m")
+    first = episode.invocations[0]
+    row = first.replace(output_ids=[*first.output_ids[:-1], SIZE + 2])
+    write(tmp_path / "t.parquet", metadata_for(teacher), [row])
+    result = score(tmp_path / "t.parquet", teacher, tmp_path / "s")
+    assert (result.plan.targets, result.plan.left_out) == (5, 1)
+    found = ScoresReader(tmp_path / "s").get("m", 0)
+    assert found is not None and found.output_index.tolist() == [0, 1, 2, 3, 4]
+
+
+def test_rows_without_targets_are_stored_and_read(tmp_path: Path) -> None:
+    teacher = save_model(tiny_model("llama"), tmp_path / "teacher")
+    forced = [i.replace(output_sampled=[False] * 6) for i in memory_episode(np.random.default_rng(0), "f")]
+    sampled = list(memory_episode(np.random.default_rng(1), "s"))
+    write(tmp_path / "t.parquet", metadata_for(teacher), [*forced, *sampled])
+    score(tmp_path / "t.parquet", teacher, tmp_path / "s", signals=SIGNALS, max_tokens=60, shard_bytes=1)
+    reader = ScoresReader(tmp_path / "s")
+    empty, full = reader.get("f", 0), reader.get("s", 0)
+    assert empty is not None and full is not None
+    assert empty.topk_ids is not None and empty.topk_ids.shape == (0, 64)
+    assert empty.logits is not None and empty.logits.shape == (0, SIZE)
+    assert empty.hidden is not None and empty.hidden.shape == (0, 32)
+    assert len(full.logprob) == 6
+    write(tmp_path / "u.parquet", metadata_for(teacher), forced)
+    with pytest.raises(InputError, match="E-NO-TARGETS"):
+        score(tmp_path / "u.parquet", teacher, tmp_path / "u")
+    assert not (tmp_path / "u").exists()
+
+
+def test_a_trace_that_is_not_valid_is_not_scored(toy: tuple[Path, Path], tmp_path: Path) -> None:
+    teacher, trace = toy
+    reader = read(trace)
+    write(tmp_path / "t.parquet", reader.metadata, [i.replace(position_ids=[7]) for i in reader.iter_invocations()])
+    with pytest.raises(InputError, match="E-LENGTH-SEQUENCE"):
+        score(tmp_path / "t.parquet", teacher, tmp_path / "s")
+    assert not (tmp_path / "s").exists()

@@ -110,5 +110,14 @@ def test_unknown_signals_and_ids_are_usage_errors() -> None:
     with pytest.raises(UsageError, match="unknown signal 'logits'"):
         compute_signals(hidden, a_head(), pack, ("logits",))
     small = Head(torch.zeros(10, 16), None, 1.0, None, 10)
-    with pytest.raises(UsageError, match="the tokenizer has 10 ids"):
+    with pytest.raises(UsageError, match="the head has 10 real ids"):
         compute_signals(hidden, small, pack, ("sampled",))
+
+
+def test_an_id_of_probability_zero_adds_nothing_to_the_entropy() -> None:
+    pack = a_pack()
+    bias = torch.zeros(PADDED)
+    bias[5] = -torch.inf  # a model that bans an id
+    head = Head(torch.zeros(PADDED, 16), bias, 1.0, None, SIZE)
+    found = compute_signals(torch.zeros(len(pack.rows_R), 16), head, pack, ("sampled",))
+    np.testing.assert_allclose(found.entropy_M, np.log(SIZE - 1), rtol=1e-6)

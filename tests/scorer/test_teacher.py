@@ -14,8 +14,9 @@ from transformers import PreTrainedModel
 from memopd_scorer.attention import UnsupportedAttentionError, states_at_rows
 from memopd_scorer.plan import plan
 from memopd_scorer.signals import head_of
-from memopd_scorer.teacher import Teacher, load_teacher, probe
+from memopd_scorer.teacher import LoadedModel, load, probe
 from memopd_trace.errors import InputError, UsageError
+from memopd_trace.invocation import Episode, Invocation
 
 
 class Cumulative(nn.Module):
@@ -39,7 +40,7 @@ def test_attention_models_are_packable(kind: str) -> None:
 
 def test_a_recurrent_model_is_detected_and_scored_alone(tmp_path: Path) -> None:
     folder = save_model(tiny_model("mamba"), tmp_path / "mamba")
-    teacher = load_teacher(folder)
+    teacher = load(folder)
     assert teacher.capability.layout == "single"
     assert "linear_attention" in teacher.capability.reason
     assert teacher.layout("tree") == "single"
@@ -122,18 +123,17 @@ def test_what_the_backends_do_not_compute_is_refused_by_name(options: dict[str, 
 
 
 def test_recorded_visibility_needs_a_model_that_can_honour_it(tmp_path: Path) -> None:
-    teacher = load_teacher(save_model(tiny_model("mamba"), tmp_path / "mamba"))
+    teacher = load(save_model(tiny_model("mamba"), tmp_path / "mamba"))
     row = memory_episode(np.random.default_rng(0), "e").invocations[0]
     until = [len(row)] * len(row)
     until[3] = 10
-    episode = type("E", (), {"group_id": None, "__iter__": lambda self: iter([row.replace(visible_until=until)])})()
-    (pack,) = plan([episode], layout="single")  # type: ignore[list-item]
+    (pack,) = plan([Episode("e", (row.replace(visible_until=until),))], layout="single")
     with pytest.raises(InputError, match="visibility"):
         teacher.states(pack)
 
 
 def test_a_model_in_training_mode_is_refused(tmp_path: Path) -> None:
-    teacher = load_teacher(save_model(tiny_model("gpt2"), tmp_path / "gpt2"))
+    teacher = load(save_model(tiny_model("gpt2"), tmp_path / "gpt2"))
     (pack,) = plan([memory_episode(np.random.default_rng(0), "e")])
     once, twice = teacher.states(pack), teacher.states(pack)
     assert torch.equal(once, twice)
@@ -155,7 +155,7 @@ def test_a_missing_teacher_is_one_clear_line(missing: str, tmp_path: Path, monke
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     with pytest.raises(InputError, match="cannot be loaded") as error:
-        load_teacher(missing)
+        load(missing)
     assert "\n" not in str(error.value)
     assert error.value.exit_code == 3
 
@@ -165,16 +165,31 @@ def test_pickled_weights_are_not_loaded(tmp_path: Path) -> None:
     torch.save(tiny_model("llama").state_dict(), folder / "pytorch_model.bin")
     (folder / "model.safetensors").unlink()
     with pytest.raises(InputError, match="E-MODEL-LOAD"):
-        load_teacher(folder)
+        load(folder)
 
 
 def test_bad_names_are_usage_errors(tmp_path: Path) -> None:
     folder = save_model(tiny_model("llama"), tmp_path / "llama")
     for arguments in ({"dtype": "float8"}, {"backend": "flash"}, {"device": "tpu:9"}):
         with pytest.raises(UsageError):
-            load_teacher(folder, **arguments)  # type: ignore[arg-type]
+            load(folder, **arguments)  # type: ignore[arg-type]
 
 
 def test_a_teacher_in_half_precision_is_probed_too(tmp_path: Path) -> None:
-    teacher: Teacher = load_teacher(save_model(tiny_model("llama"), tmp_path / "llama"), dtype="bfloat16")
+    teacher: LoadedModel = load(save_model(tiny_model("llama"), tmp_path / "llama"), dtype="bfloat16")
     assert teacher.capability.layout == "tree"
+
+
+@pytest.mark.parametrize(("kind", "limit"), [("gpt2", "512 positions"), ("llama", "512 positions")])
+def test_a_state_longer_than_the_model_reaches_is_refused(kind: str, limit: str, tmp_path: Path) -> None:
+    teacher = load(save_model(tiny_model(kind), tmp_path / kind))
+    row = Invocation(episode_id="e", invocation_index=0, model_id="m", prompt_ids=[5] * 512, output_ids=[6])
+    (pack,) = plan([Episode("e", (row,))])
+    with pytest.raises(InputError, match=f"{limit}, episode 'e', invocation 0 needs position 512"):
+        teacher.states(pack)
+    (far,) = plan([Episode("e", (row.replace(prompt_ids=[5], position_ids=[0, 600]),))])
+    with pytest.raises(InputError, match="needs position 600"):
+        teacher.states(far)
+    (wide,) = plan([Episode("e", (row.replace(prompt_ids=[500]),))])
+    with pytest.raises(InputError, match="104 token ids.*needs token id 500"):
+        teacher.states(wide)

@@ -11,7 +11,10 @@ import pytest
 from helpers_trace import build, changed, valid
 
 from memopd_trace.cli import run
+from memopd_trace.cli.console import notice, require
+from memopd_trace.errors import InputError, MissingExtraError, first_line
 from memopd_trace.rules import RULES, codes_json
+from memopd_trace.validate import require_valid
 
 Capture = pytest.CaptureFixture[str]
 
@@ -116,6 +119,69 @@ def test_codes_lists_what_a_profile_turns_on(capsys: Capture) -> None:
     }
     assert run(["codes", "--format", "json"]) == 0
     assert capsys.readouterr().out == codes_json()
+
+
+HOSTILE = "[bold]e\x1b[2J\r\x9b\u202e0"
+SHOWN = "[bold]e\\x1b[2J\\r\\x9b\\u202e0"
+
+
+def raw(out: str) -> set[str]:
+    return {c for c in out if not c.isprintable() and c != "\n"}
+
+
+def test_a_traces_strings_reach_the_terminal_escaped_and_are_no_markup(tmp_path: Path, capsys: Capture) -> None:
+    changes = {"episode_id": HOSTILE, "logprob_kind": HOSTILE}
+    vector = changed("train", (0, changes), (1, changes))
+    vector["metadata"]["source"] = {"format": HOSTILE, "gaps": [{"code": HOSTILE, "detail": HOSTILE}]}
+    vector["metadata"]["producer"]["name"] = HOSTILE
+    path = build(vector, tmp_path)
+    assert run(["validate", str(path)]) == 1
+    out = capsys.readouterr().out
+    assert not raw(out)
+    assert f"(episode '{SHOWN}', invocation 0)" in out
+    assert f"actual:   {SHOWN}\n" in out
+    assert f"producer {SHOWN}" in out and f"could not tell: {SHOWN} ({SHOWN})\n" in out
+    with pytest.raises(InputError) as error:
+        require_valid(path)
+    assert f"episode '{SHOWN}', invocation 0" in str(error.value)
+    assert not raw(str(error.value))
+
+
+def test_errors_and_notices_print_no_control_character(capsys: Capture) -> None:
+    assert run(["validate", "x", "--profile", HOSTILE]) == 2
+    err = capsys.readouterr().err
+    assert not raw(err) and len(err.splitlines()) == 1 and "\\x1b[2J" in err
+    notice(f"segment {HOSTILE}")
+    assert capsys.readouterr().err == f"segment {SHOWN}\n"
+
+
+def test_a_very_long_value_is_cut_and_its_place_is_still_told(tmp_path: Path, capsys: Capture) -> None:
+    changes = {"episode_id": "e" * 10_000, "finish_reason": "y" * 10_000}
+    path = build(changed("train", (0, changes), (1, changes)), tmp_path)
+    assert run(["validate", str(path)]) == 1
+    out = capsys.readouterr().out
+    assert f"(episode '{'e' * 199}…', invocation 0)\n" in out
+    assert f"actual:   {'y' * 199}…\n" in out
+    assert max(map(len, out.splitlines())) < 1000
+    with pytest.raises(InputError) as error:
+        require_valid(path)
+    assert len(str(error.value)) < 1000
+
+
+def test_a_missing_package_is_named_with_the_extra_that_brings_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "needs_more.py").write_text("import not_installed_anywhere.at_all\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(MissingExtraError) as error:
+        require("needs_more", "score", "this command")
+    assert str(error.value) == ("this command needs 'not_installed_anywhere' (pip install 'memopd-trace[score]')")
+    assert require("json", "score", "this command") is json
+
+
+def test_the_first_line_of_an_error() -> None:
+    assert first_line(ValueError("\n  what\nwhere")) == "what"
+    assert first_line(EOFError()) == "EOFError"
 
 
 def test_a_report_that_cannot_be_written_is_one_line(good: str, tmp_path: Path, capsys: Capture) -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from memopd_trace.conform import conform_batch
 from memopd_trace.invocation import invocations_from_batch
-from memopd_trace.schema import TRACE_COLUMNS
+from memopd_trace.schema import COLUMN, TRACE_COLUMNS
 
 IDS = [[1], [1, 2], [1, 2, 3]]
 TEXT = ["a", "a", "b"]
@@ -125,6 +125,23 @@ def test_what_could_change_a_value_is_a_misfit(
     if kind == "type":  # the others can still be judged
         assert conformed.column(column).null_count == 3
     assert conformed.column("output_ids").to_pylist() == IDS
+
+
+@pytest.mark.parametrize("column", ["segments", "media"])
+@pytest.mark.parametrize("skip", [0, 1])
+def test_a_null_in_a_field_that_says_it_has_none_is_a_misfit(column: str, skip: int) -> None:
+    kind, count = COLUMN[column].type, 2 + skip
+    values = {"start": [0] * (count - 1) + [None], "stop": [1] * count, "kind": ["a"] * count}
+    values["sha256"] = [b"a" * 32] * count
+    fields = list(kind.value_type)
+    children = [pa.array(values.get(f.name, [None] * count), f.type) for f in fields]
+    offsets = pa.array([*range(count + 1), count], pa.int32())
+    lie = pa.ListArray.from_arrays(offsets, pa.StructArray.from_arrays(children, fields=fields), type=kind)
+    assert lie.type == kind
+    batch = batch_of(table(**{column: lie.slice(skip)}))
+    batch.validate(full=True)  # Arrow does not see it
+    _, (misfit,) = conform_batch(batch)
+    assert (misfit.column, misfit.kind) == (column, "type") and "null in 'start'" in misfit.actual
 
 
 def test_missing_and_doubled_columns_are_named() -> None:

@@ -1,53 +1,17 @@
-"""The recorder: what it derives, what it refuses, in which order it writes, and what is left after a crash."""
+"""The recorder: what it derives, in which order it writes, and what is left after a crash."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
-import numpy as np
 import pytest
+from helpers_recorder import SAMPLING, VOCAB, call, extended, memory_run, metadata, recorded, start
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from memopd_trace import Episode, Invocation, Sampling, Segment, TraceMetadata, read, validate
+from memopd_trace import Invocation, Segment, validate
 from memopd_trace.errors import UsageError
-from memopd_trace.metadata import Model, Producer, Tokenizer
-from memopd_trace.record import EpisodeRecorder, Prompt, TraceRecorder
-from memopd_trace.rules.registry import Profile
-
-VOCAB = 100
-SAMPLING = Sampling(temperature=1.0)
-
-
-def metadata(*names: str) -> TraceMetadata:
-    tokenizer = Tokenizer(fingerprint="f", size=VOCAB, vocab_size=VOCAB, eos_ids=[2], stop_ids=[2])
-    models = {name: Model(name=name, tokenizer=tokenizer) for name in names or ("m",)}
-    return TraceMetadata(producer=Producer(name="test"), models=models)
-
-
-def call(episode: EpisodeRecorder, prompt: Any, output: list[int], **more: Any) -> Invocation:
-    more.setdefault("logprobs", [-0.5 - 0.123456 * i for i in range(len(output))])
-    return episode.record(prompt, output, sampling=SAMPLING, finish_reason="stop", **more)
-
-
-def memory_run(episode: EpisodeRecorder, calls: int = 3) -> list[Invocation]:
-    """Calls that each see a task, the memory that the one before wrote, and something new."""
-    rows = [call(episode, Prompt().add("task", [10, 11]).add("observation", [20]), [30, 31, 2])]
-    for number in range(1, calls):
-        prompt = Prompt().copy("task", rows[0], 0, 2).copy_output("memory", rows[-1], 0, 2)
-        prompt.add("observation", [20 + number])
-        rows.append(call(episode, prompt, [30 + number, 31 + number, 2], rewrite_kind="memory"))
-    return rows
-
-
-def start(recorder: TraceRecorder, name: str, group: str = "g", **more: Any) -> EpisodeRecorder:
-    return recorder.episode(name, group_id=group, task_id=group, policy_version=0, **more)
-
-
-def recorded(path: Path) -> list[Episode]:
-    return list(read(path).iter_episodes())
+from memopd_trace.record import Prompt, TraceRecorder
 
 
 @pytest.fixture
@@ -171,156 +135,6 @@ def test_the_default_parent_is_not_a_rejected_attempt(recorder: TraceRecorder) -
     assert (third.relation, third.parent_index) == ("extend", 0)
 
 
-def extended(episode: EpisodeRecorder) -> Invocation:
-    return call(episode, [5, 6], [7, 2])
-
-
-REFUSALS: dict[str, tuple[Callable[[EpisodeRecorder], Any], str]] = {
-    "fewer logprobs than ids": (lambda e: call(e, [5], [7, 2], logprobs=[-1.0]), r"output_logprobs has 1 items.* 2"),
-    "a NaN": (lambda e: call(e, [5], [7, 2], logprobs=[-1.0, np.nan]), r"output_logprobs\[1\] is nan"),
-    "an impossible token": (lambda e: call(e, [5], [7, 2], logprobs=[-np.inf, -1.0]), r"output_logprobs\[0\] is -inf"),
-    "a probability above 1": (lambda e: call(e, [5], [7, 2], logprobs=[-1.0, 0.5]), r"output_logprobs\[1\] is 0\.5"),
-    "a hole on a sampled token": (lambda e: call(e, [5], [7, 2], logprobs=[None, -1.0]), r"\[0\] is missing"),
-    "an id that the model lacks": (lambda e: call(e, [5, VOCAB], [2]), r"prompt_ids\[1\] is 100.* 100 ids"),
-    "a negative id": (lambda e: call(e, [5, -1], [2]), r"id -1 at index 1"),
-    "an id too large for the column": (lambda e: call(e, [5, 2**31], [2]), "id 2147483648 at index 1"),
-    "text": (lambda e: call(e, "hello", [2]), "flat list of token ids"),
-    "ids with fractions": (lambda e: call(e, [5.0], [2]), "flat list of token ids"),
-    "a batch": (lambda e: call(e, [[5, 6]], [2]), r"shape \(1, 2\)"),
-    "no prompt": (lambda e: call(e, Prompt(), [2]), "prompt is empty"),
-    "an unknown column": (lambda e: call(e, [5], [2], colour="red"), "no column 'colour'"),
-    "a column that is not the caller's": (lambda e: call(e, [5], [2], invocation_index=7), "invocation_index is the"),
-    "an unknown finish reason": (lambda e: e.record([5], [2], finish_reason="done"), "finish_reason is 'done'"),
-    "a relation that does not exist": (lambda e: call(e, [5], [2], relation="child"), "relation is 'child'"),
-    "a rewrite of nothing": (lambda e: call(e, [5], [2], rewrite_kind="memory"), "needs an earlier invocation"),
-    "positions of another length": (lambda e: call(e, [5], [2], position_ids=[0]), "position_ids has 1 items"),
-    "an infinite reward": (lambda e: call(e, [5], [2], reward=np.inf), "reward is inf"),
-}
-AFTER_ONE: dict[str, tuple[Callable[[EpisodeRecorder, Invocation], Any], str]] = {
-    "an undeclared rewrite": (lambda e, p: call(e, [5, 6, 9, 2, 8], [2]), "at index 2 it has 9, invocation 0 has 7"),
-    "an undeclared cut": (lambda e, p: call(e, [5, 6], [2]), "it ends at index 2, invocation 0 goes on to 4"),
-    "an extension in name": (lambda e, p: call(e, [5, 9], [2], relation="extend"), "at index 1 it has 9"),
-    "an extension at other positions": (
-        lambda e, p: call(e, [5, 6, 7, 2, 8], [2], position_ids=[1, 2, 3, 4, 5, 6]),
-        "its position_ids differs",
-    ),
-    "a rewrite without a kind": (lambda e, p: call(e, [9], [2], relation="rewrite"), "without rewrite_kind"),
-    "a rewrite of an unknown kind": (lambda e, p: call(e, [9], [2], rewrite_kind="magic"), "rewrite_kind is 'magic'"),
-    "a fork that shares nothing": (lambda e, p: call(e, [9], [2], relation="fork"), "first id differs"),
-    "a retry of another prompt": (lambda e, p: call(e, [5, 7], [2], relation="retry"), "differ at index 1"),
-    "a root with a parent": (lambda e, p: call(e, [9], [2], relation="root", parent=p), "a root has no parent"),
-    "a copy that is none": (
-        lambda e, p: call(e, [5, 7], [2], rewrite_kind="memory", segments=[Segment(0, 2, "task", 0, 0)]),
-        "differ at index 1",
-    ),
-    "a copy of a later call": (
-        lambda e, p: call(e, [5, 7], [2], rewrite_kind="memory", segments=[Segment(0, 1, "task", 1, 0)]),
-        "not an earlier one",
-    ),
-    "half a source": (
-        lambda e, p: call(e, [5, 7], [2], rewrite_kind="memory", segments=[Segment(0, 1, "task", 0)]),
-        "half a source",
-    ),
-    "segments that overlap": (
-        lambda e, p: call(e, [5, 7], [2], segments=[Segment(0, 2, "a"), Segment(1, 2, "b")], rewrite_kind="memory"),
-        "out of order",
-    ),
-    "segments beside a Prompt": (
-        lambda e, p: call(e, Prompt().add("task", [5]), [2], segments=[Segment(0, 1, "a")]),
-        "segments given twice",
-    ),
-    "a stretch past the end": (lambda e, p: Prompt().copy("memory", p, 2, 9), r"\[2, 9\).* 4 tokens"),
-    "a stretch before the output": (lambda e, p: Prompt().copy_output("memory", p, -1), "before the output"),
-    "an amended id": (lambda e, p: e.amend(p, output_ids=[3]), "'output_ids' cannot be amended"),
-    "an amended mask of another length": (lambda e, p: e.amend(p, output_loss_mask=[True]), "has 1 items"),
-}
-
-
-@pytest.mark.parametrize("mistake", REFUSALS)
-def test_a_mistake_is_refused_at_once_and_nothing_is_recorded(recorder: TraceRecorder, mistake: str) -> None:
-    episode = start(recorder, "q1/0")
-    act, message = REFUSALS[mistake]
-    with pytest.raises(UsageError, match=message):
-        act(episode)
-    assert episode.invocations == ()
-
-
-@pytest.mark.parametrize("mistake", AFTER_ONE)
-def test_a_mistake_in_a_later_call_is_refused_at_once(recorder: TraceRecorder, mistake: str) -> None:
-    episode = start(recorder, "q1/0")
-    first = extended(episode)
-    act, message = AFTER_ONE[mistake]
-    with pytest.raises(UsageError, match=message):
-        act(episode, first)
-    assert episode.invocations == (first,)
-
-
-def test_ids_of_another_episode_are_no_source(recorder: TraceRecorder) -> None:
-    one, other = start(recorder, "a"), start(recorder, "b")
-    first, foreign = extended(one), extended(other)
-    with pytest.raises(UsageError, match="copies from episode 'b'"):
-        call(one, Prompt().copy("memory", foreign), [2])
-    with pytest.raises(UsageError, match="copied from episode 'b', others from 'a'"):
-        Prompt().copy("task", first).copy("memory", foreign)
-    with pytest.raises(UsageError, match="parent .*'b'"):
-        call(one, [5], [2], parent=foreign, relation="fork")
-
-
-def test_building_on_a_rejected_attempt_is_refused(recorder: TraceRecorder) -> None:
-    episode = start(recorder, "e")
-    rejected = episode.amend(extended(episode), accepted=False)
-    with pytest.raises(UsageError, match="'extend' of invocation 0, which was rejected"):
-        call(episode, Prompt().copy("history", rejected).add("user", [8]), [2])
-
-
-@pytest.mark.parametrize(
-    ("profile", "finish", "code"),
-    [
-        ("train", {}, "E-NEEDS-REWARD"),
-        ("train", {"reward": 1.0}, None),
-        ("train", {"reward": 0.0, "truncated": True}, None),
-        ("policy", {}, None),
-        ("core", {}, None),
-    ],
-)
-def test_an_episode_that_would_not_validate_is_refused_when_it_ends(
-    tmp_path: Path, profile: Profile, finish: dict[str, Any], code: str | None
-) -> None:
-    path = tmp_path / "t.parquet"
-    with TraceRecorder(path, metadata(), profile=profile) as recorder:
-        episode = start(recorder, "e")
-        memory_run(episode)
-        if code is not None:
-            with pytest.raises(UsageError) as caught:
-                episode.finish(**finish)
-            assert caught.value.code == code
-            finish = {"reward": 0.0}  # it stayed open, so the mistake can be mended
-        episode.finish(**finish)
-    assert validate(path, profile).errors == 0
-
-
-def test_a_run_without_logprobs_is_recorded_under_core_alone(tmp_path: Path) -> None:
-    for profile, code in (("train", "E-NEEDS-LOGPROBS"), ("core", None)):
-        with TraceRecorder(tmp_path / f"{profile}.parquet", metadata(), profile=profile) as recorder:  # type: ignore[arg-type]
-            episode = start(recorder, "e")
-            episode.record([5], [7, 2])
-            if code is None:
-                episode.finish()
-                continue
-            with pytest.raises(UsageError) as caught:
-                episode.finish(reward=0.0)
-            assert caught.value.code == code
-            episode.discard()
-
-
-def test_a_feature_that_the_metadata_does_not_declare_is_refused(recorder: TraceRecorder) -> None:
-    episode = start(recorder, "e")
-    call(episode, [5, 6], [2], visible_until=[3, 3, 3])
-    with pytest.raises(UsageError) as caught:
-        episode.finish(reward=0.0)
-    assert caught.value.code == "E-FEATURE-UNDECLARED"
-
-
 def test_forced_tokens_may_lack_a_logprob(tmp_path: Path) -> None:
     with TraceRecorder(tmp_path / "t.parquet", metadata()) as recorder:
         episode = start(recorder, "e")
@@ -423,7 +237,7 @@ def test_names_and_ends_are_checked(tmp_path: Path, recorder: TraceRecorder) -> 
     with pytest.raises(UsageError, match="has no invocation"):
         episode.finish(reward=1.0)
     extended(episode)
-    with pytest.raises(UsageError, match="reward is nan"):
+    with pytest.raises(UsageError, match="E-REWARD-NONFINITE.* got nan"):
         episode.finish(reward=float("nan"))
     episode.finish(reward=1.0)
     with pytest.raises(UsageError, match="is finished"):

@@ -17,8 +17,11 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from memopd_trace import invocation as invocation_module
+from memopd_trace import storage, validate
+from memopd_trace.disk import atomic_file
 from memopd_trace.errors import InputError, UsageError
-from memopd_trace.invocation import Invocation, Media, Sampling, Segment
+from memopd_trace.invocation import Invocation, Media, Sampling, Segment, batch_from_invocations
 from memopd_trace.metadata import Model, Producer, Tokenizer, TraceMetadata
 from memopd_trace.schema import COLUMN
 from memopd_trace.storage import TraceWriter, read, write
@@ -160,6 +163,66 @@ def test_a_folder_is_complete_only_with_its_manifest(tmp_path: Path) -> None:
     (tmp_path / "t" / "manifest.json").unlink()
     with pytest.raises(InputError, match="E-INCOMPLETE"):
         read(tmp_path / "t")
+
+
+def parts(folder: Path) -> list[str]:
+    return sorted(f.name for f in folder.iterdir() if not f.name.startswith("."))
+
+
+def test_a_folder_being_overwritten_is_incomplete_until_it_is_whole_again(tmp_path: Path) -> None:
+    folder = tmp_path / "t"
+    with TraceWriter(folder, METADATA, rows_per_part=1) as writer:
+        for episode in ("a", "b", "c"):
+            writer.write(row(episode=episode))
+    with pytest.raises(RuntimeError), TraceWriter(folder, METADATA, overwrite=True, rows_per_part=1) as writer:
+        assert len(list(read(folder).iter_invocations())) == 3, "nothing is touched before there is a new part"
+        for episode in ("d", "e"):
+            writer.write(row(episode=episode))
+        raise RuntimeError
+    assert parts(folder) == ["part-00000.parquet", "part-00001.parquet", "part-00002.parquet"]
+    with pytest.raises(InputError, match="E-INCOMPLETE"):
+        read(folder)
+    with TraceWriter(folder, METADATA, overwrite=True, rows_per_part=1) as writer:
+        writer.write(row(episode="d"))
+        writer.write(row(episode="e"))
+    assert parts(folder) == ["manifest.json", "part-00000.parquet", "part-00001.parquet"]
+    assert [i.episode_id for i in read(folder).iter_invocations()] == ["d", "e"]
+    assert validate(folder).codes == set(), "no part is left over"
+
+
+def test_two_writers_of_one_file_do_not_share_a_temporary_name(tmp_path: Path) -> None:
+    target = tmp_path / "t.bin"
+    with atomic_file(target) as first, atomic_file(target) as second:
+        first.write(b"one")
+        second.write(b"two")
+        names = sorted(f.name for f in tmp_path.iterdir())
+        assert len(names) == 2 and all(n.startswith(".t.bin.") and n.endswith(".tmp") for n in names)
+    assert [(f.name, f.read_bytes()) for f in tmp_path.iterdir()] == [("t.bin", b"one")], "the first to begin ends last"
+
+
+WIDE = {
+    "routed_experts": {"routed_experts": [0] * 40},
+    "segments": {"segments": [Segment(0, 1, "user")] * 40},
+    "extra": {"extra": {str(n): "" for n in range(40)}},
+    "messages": {"messages": "\u00e9" * 20},  # 40 bytes
+}
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("column", WIDE)
+def test_batches_end_before_any_column_is_too_long_for_its_offsets(
+    column: str, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(invocation_module, "MAX_ITEMS", 100)
+    monkeypatch.setattr(storage, "ITEMS_PER_BATCH", 90)
+    data = [row(n, **WIDE[column]) for n in range(5)]
+    write(tmp_path / name, METADATA, data)
+    found = list(read(tmp_path / name).iter_invocations())
+    assert all(same(a, b) for a, b in zip(data, found, strict=True))
+    if name == "t.arrow":
+        assert pa.ipc.open_file(tmp_path / name).num_record_batches == 3
+    with pytest.raises(UsageError, match=f"column '{column}': 120 items in 3 rows, limit 100"):
+        batch_from_invocations(data[:3])
 
 
 def test_a_manifest_cannot_point_outside_its_folder(tmp_path: Path) -> None:

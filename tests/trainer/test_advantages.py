@@ -77,6 +77,8 @@ def test_forced_masked_rejected_and_unpredicted_tokens_are_not_trained() -> None
     assert trained_mask(masked).tolist() == [False, True, False]
     assert not trained_mask(invocation("a", 0, 3, accepted=False, output_loss_mask=[True] * 3)).any()
     assert trained_mask(invocation("a", 0, 3, prompt_ids=[])).tolist() == [False, True, True]
+    in_place = invocation("a", 0, 2, prompt_ids=[7, 8], output_slots=[0, 1])
+    assert trained_mask(in_place).tolist() == [True, True], "a slot predicts its own token"
 
 
 def test_weights_by_hand_are_per_episode_then_per_group() -> None:

@@ -16,12 +16,14 @@ import torch
 from helpers_scorer import PADDED, SIZE, metadata_for, save_model, tiny_model
 from helpers_trainer import Setup, make_setup, rewarded_groups, with_behaviour
 
-from memopd_scorer.score import score
 from memopd_scorer.scores import ScoreRow, ScoresReader
-from memopd_trace.errors import InputError, TraceError
+from memopd_scorer.scoring import score
+from memopd_trace.behaviour import behaviour_of
+from memopd_trace.errors import InputError, TraceError, UsageError
 from memopd_trace.invocation import Episode, Invocation, Media, Sampling
 from memopd_trace.storage import write
-from memopd_trainer.batch import Rollouts, behaviour_of, load_rollouts, make_packs
+from memopd_trainer.advantages import group_advantages
+from memopd_trainer.batch import Rollouts, load_rollouts, make_packs
 
 
 @pytest.fixture(scope="module")
@@ -102,6 +104,71 @@ def test_groups_are_formed_across_the_trace_and_an_episode_without_group_stands_
     assert rollouts.episodes == 4
 
 
+def test_episodes_that_only_name_their_task_are_compared_within_it(tmp_path: Path) -> None:
+    tasks = {"g0e0": "first", "g0e1": "second", "g1e0": "first", "g1e1": None}
+    episodes = [
+        Episode(e.episode_id, tuple(i.replace(group_id=None, task_id=tasks[e.episode_id]) for i in e))
+        for e in rewarded_groups()
+    ]
+    last = episodes[2].invocations[-1].replace(reward=0.5)
+    episodes[2] = Episode("g1e0", (*episodes[2].invocations[:-1], last))
+    setup = make_setup(tmp_path, episodes)
+    rollouts = load_rollouts(setup.trace, setup.scores, policy=True)
+    assert [[e.episode_id for e in g] for g in rollouts.groups] == [["g0e0", "g1e0"], ["g0e1"], ["g1e1"]]
+    advantages = group_advantages(rollouts.groups)
+    assert advantages.by_episode == {"g0e0": 0.25, "g1e0": -0.25, "g0e1": 0.0, "g1e1": 0.0} and advantages.alone == 2
+    seen = {a for p in make_packs(rollouts, rollouts.groups, advantages.by_episode) for a in p.advantage_M.tolist()}
+    assert seen == {0.25, -0.25, 0.0}
+
+
+NO_MASK = [True] * 6
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"output_loss_mask": [False, *NO_MASK[1:]]},
+        {"output_sampled": [False, *NO_MASK[1:]]},
+        {"accepted": False},
+        {"task_id": "t", "group_id": None},
+        {"position_ids": np.arange(5, 39)},
+        {"reward": 0.5},
+        {"output_logprobs": np.full(6, -2.0, np.float32)},
+        {"output_logprobs": [None, *[-2.0] * 5], "output_loss_mask": [False, *NO_MASK[1:]]},
+        {"logprob_kind": "tempered"},
+        {"logprob_kind": "tempered", "sampling": Sampling(temperature=0.8)},
+        {"logprob_kind": "processed", "output_kept_logmass": np.full(6, -0.1, np.float32)},
+    ],
+    ids="+".join,
+)  # fmt: skip
+def test_the_digest_names_all_that_training_takes_from_a_row(
+    setup: Setup, tmp_path: Path, changes: dict[str, Any]
+) -> None:
+    """The ids of the row are never changed."""
+    row = setup.episodes[2].invocations[1]
+    changed = rewritten(setup, tmp_path, row.key, **changes)
+    if "group_id" in changes:  # an episode has one
+        both = [i.replace(**changes) if i.episode_id == "g1e0" else i for e in setup.episodes for i in e]
+        write(changed, metadata_for(setup.student), both, overwrite=True)
+    with_policy = {load_rollouts(t, None, policy=True).digest for t in (setup.trace, changed)}
+    without = {load_rollouts(t, None, policy=False).digest for t in (setup.trace, changed)}
+    assert len(with_policy) == 2
+    uses_behaviour = set(changes) <= {"reward", "output_logprobs", "logprob_kind", "sampling", "output_kept_logmass"}
+    assert len(without) == (1 if uses_behaviour else 2), "without the policy term neither reward nor behaviour is used"
+
+
+def test_the_digest_does_not_know_what_training_does_not_take(setup: Setup, tmp_path: Path) -> None:
+    row = setup.episodes[2].invocations[1]
+    written_out = {"accepted": True, "output_sampled": NO_MASK}
+    unused = {"output_text": "x", "extra": {"a": "b"}, "rewards": {"f1": 1.0}, **written_out}
+    changed = rewritten(setup, tmp_path, row.key, **unused)
+    assert load_rollouts(changed, None, policy=True).digest == load_rollouts(setup.trace, None, policy=True).digest
+    turned = [i for e in setup.episodes[::-1] for i in e]
+    write(tmp_path / "turned.parquet", metadata_for(setup.student), turned)
+    other = load_rollouts(tmp_path / "turned.parquet", None, policy=True)
+    assert other.digest != load_rollouts(setup.trace, None, policy=True).digest, "the draws go by their order"
+
+
 def test_only_trained_tokens_become_targets_and_only_states_that_have_some_are_run(
     setup: Setup, tmp_path: Path
 ) -> None:
@@ -164,11 +231,19 @@ def test_another_tokenizer_is_refused(setup: Setup, tmp_path: Path) -> None:
     write(tmp_path / "o.parquet", metadata_for(other), [i for e in setup.episodes for i in e])
     assert code_of(tmp_path / "o.parquet", setup.scores) == "E-TOKENIZER-MISMATCH"
 
-    mine, theirs = metadata_for(setup.student), metadata_for(other)
-    both = mine.model_copy(update={"models": {"m": mine.models["m"], "n": theirs.models["m"]}})
-    rows = [i.replace(model_id="n") if n == 2 else i for n, e in enumerate(setup.episodes) for i in e]
-    write(tmp_path / "b.parquet", both, rows)
-    assert code_of(tmp_path / "b.parquet", None) == "E-TOKENIZER-MISMATCH"
+
+def test_rows_of_several_models_are_not_trained_as_one_policy(setup: Setup, tmp_path: Path) -> None:
+    mine = metadata_for(setup.student)
+    both = mine.model_copy(update={"models": {"m": mine.models["m"], "judge": mine.models["m"]}})
+    rows = [i.replace(model_id="judge") if i.invocation_index else i for e in setup.episodes for i in e]
+    write(tmp_path / "both.parquet", both, rows)
+    with pytest.raises(UsageError, match=r"4 of 'm', 4 of 'judge'.*split the trace by model"):
+        load_rollouts(tmp_path / "both.parquet", None, policy=True)
+    rows = [i.replace(output_loss_mask=[False] * 6) if i.model_id == "judge" else i for i in rows]
+    write(tmp_path / "masked.parquet", both, rows)
+    rollouts = load_rollouts(tmp_path / "masked.parquet", None, policy=True)
+    assert list(rollouts.metadata.models) == ["m"]
+    assert sum(len(p.row_M) for p in make_packs(rollouts, rollouts.groups, {})) == 24
 
 
 def test_states_that_do_not_give_their_stored_logprobs_are_refused(setup: Setup, tmp_path: Path) -> None:
@@ -273,7 +348,9 @@ def test_behaviour_is_brought_to_the_whole_vocabulary_at_its_temperature(kind: s
     episodes = rewarded_groups(groups=1, per_group=1)
     (episode,) = with_behaviour(model, episodes, kind)
     first: Invocation = episode.invocations[0]
-    logprobs, temperature = behaviour_of(first)
+    behaviour = behaviour_of(first)
+    logprobs, temperature = behaviour.logprobs, behaviour.temperature
+    assert behaviour.reason is None
     with torch.no_grad():
         logits = model(torch.from_numpy(first.sequence_ids.astype(np.int64))[None]).logits[0, :, :SIZE]
     expected = (logits[len(first.prompt_ids) - 1 : -1] / temperature).log_softmax(1)

@@ -101,6 +101,7 @@ def test_notices_go_to_stderr_and_quiet_silences_them(
         (["learning_rate=1e-3"], 2, "unknown key 'learning_rate'"),
         (["grop_per_step=1"], 2, "did you mean 'groups_per_step'?"),
         (["ppo.clipp=0.3"], 2, "unknown key 'ppo.clipp' (did you mean 'ppo.clip'?)"),
+        (["held_out.trce=x"], 2, "unknown key 'held_out.trce' (did you mean 'held_out.trace'?)"),
         (["ppo.clip"], 2, "'ppo.clip' is not key=value"),
         (["lr.x=1"], 2, "'lr' is a value"),
         (["lr=fast"], 2, "lr: "),

@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from memopd_scorer import signals
 from memopd_scorer.signals import Head
-from memopd_trainer import losses
 from memopd_trainer.losses import clipped_policy_loss, divergence, is_clipped, row_losses
 
 KINDS = [("reverse_kl", 0.5), ("forward_kl", 0.5), ("jsd", 0.5), ("jsd", 0.1), ("jsd", 0.0), ("jsd", 1.0)]
@@ -62,8 +62,14 @@ def close(actual: Tensor, expected: Tensor) -> bool:
 @pytest.mark.parametrize("chunk", [1, 4, M, 1000])
 @pytest.mark.parametrize(("kind", "beta"), KINDS)
 def test_values_and_gradients_equal_a_dense_reference(
-    rows: dict[str, Tensor], kind: str, beta: float, chunk: int, extras: dict[str, float]
+    rows: dict[str, Tensor],
+    kind: str,
+    beta: float,
+    chunk: int,
+    extras: dict[str, float],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(signals, "CHUNK_CELLS", chunk * V)
     student, teacher = make_head(D, seed=1, **extras), make_head(E, seed=2)
     leaves = (rows["hidden"], student.weight_VD, student.bias_V)
 
@@ -76,7 +82,6 @@ def test_values_and_gradients_equal_a_dense_reference(
         teacher_ME=rows["teacher"],
         kind=kind,
         beta=beta,
-        chunk=chunk,
     )
     assert out.divergence_M is not None
     total = (rows["weight"] * (out.divergence_M + 2 * out.logprob_M)).sum()
@@ -203,7 +208,7 @@ def test_logits_of_all_targets_never_exist_at_once(rows: dict[str, Tensor], monk
         return real(self, hidden)
 
     monkeypatch.setattr(Head, "logits", counted)
-    monkeypatch.setattr(losses, "CHUNK_VALUES", 4 * V)
+    monkeypatch.setattr(signals, "CHUNK_CELLS", 4 * V)
     student, teacher = make_head(D, seed=1), make_head(E, seed=2)
     kept: list[int] = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t.numel()) or t, lambda t: t):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import struct
 import sys
@@ -11,7 +12,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from helpers_models import MODEL_TYPES, tiny_model, tiny_tokenizer
+from helpers_models import tiny_tokenizer
+from helpers_scorer import PACKABLE, tiny_model
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from memopd_trace.errors import InputError, MissingExtraError, UsageError
@@ -36,7 +38,7 @@ class Skip(torch.nn.Module):
         return hidden
 
 
-@pytest.mark.parametrize("kind", MODEL_TYPES)
+@pytest.mark.parametrize("kind", PACKABLE)
 def test_a_student_is_its_teacher_with_layers_skipped(kind: str, tmp_path: Path) -> None:
     teacher = tiny_model(kind, layers=4)
     drop_layers(save(teacher, tmp_path / "teacher"), [0, 2, 3], tmp_path / "student")
@@ -64,7 +66,7 @@ def test_a_count_keeps_the_layers_that_do_most(tmp_path: Path) -> None:
 
 
 def test_layers_that_are_not_there_cannot_be_kept(tmp_path: Path) -> None:
-    folder = save(tiny_model(vocab_size=300), tmp_path / "teacher")
+    folder = save(tiny_model(vocab_size=300, layers=2), tmp_path / "teacher")
     for keep in ([], [1, 0], [0, 0], [0, 2], [-1, 0], 0, 3):
         with pytest.raises(UsageError, match="keep"):
             drop_layers(folder, keep, tmp_path / "student")
@@ -158,6 +160,18 @@ def test_a_file_that_is_no_gguf_is_refused_in_one_line(tmp_path: Path, content: 
         export_gguf(path, tmp_path / "out")
     assert "\n" not in str(caught.value)
     assert not (tmp_path / "out").exists() and len(list(tmp_path.iterdir())) == (content is not None)
+
+
+@pytest.mark.parametrize("package", ["gguf", "accelerate"])
+def test_without_what_transformers_reads_gguf_with_the_extra_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, package: str
+) -> None:
+    write_gguf(tmp_path / "model.gguf")
+    real = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *more: None if name == package else real(name, *more))
+    with pytest.raises(MissingExtraError, match=rf"'{package}'.*memopd-trace\[demo\]"):
+        export_gguf(tmp_path / "model.gguf", tmp_path / "out")
+    assert not (tmp_path / "out").exists()
 
 
 def test_an_existing_folder_is_never_overwritten(tmp_path: Path) -> None:

@@ -8,7 +8,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from helpers_models import STOP, tiny_model, tiny_tokenizer
+from helpers_models import STOP, tiny_tokenizer
+from helpers_scorer import tiny_model
 from transformers import PreTrainedModel
 
 from memopd_trace import Episode, Invocation, Sampling, read, validate
@@ -61,7 +62,7 @@ def test_rollouts_validate_under_train_and_say_where_they_come_from(model: PreTr
 
     episodes = recorded(tmp_path / "t.parquet")
     assert [e.episode_id for e in episodes] == ["q1/0", "q1/1", "q1/2", "q2/0", "q2/1", "q2/2"]
-    assert [e.group_id for e in episodes] == ["q1"] * 3 + ["q2"] * 3, "a group's rollouts are neighbours"
+    assert [e.group_key[1] for e in episodes] == ["q1"] * 3 + ["q2"] * 3, "a group's rollouts are neighbours"
     assert [len(e) for e in episodes] == [3] * 3 + [4] * 3, "one call a part, and the answer"
     rows = [row for e in episodes for row in e]
     assert {r.policy_version for r in rows} == {4} and {r.task_id for r in rows} == {"q1", "q2"}

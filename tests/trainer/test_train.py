@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import pickle
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,49 +12,45 @@ import numpy as np
 import pytest
 import torch
 from helpers_scorer import SIZE, metadata_for, save_model, tiny_model
-from helpers_trainer import Setup, equal_weights, exact_model, make_setup, rewarded_groups, with_behaviour
+from helpers_trainer import Setup, equal_weights, exact, make_setup, rewarded_groups, with_behaviour
 from torch import Tensor
-from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
+from transformers import PreTrainedModel
 
 from memopd_scorer.plan import LAYOUTS, Pack
-from memopd_scorer.score import score
 from memopd_scorer.scores import ScoresReader
-from memopd_scorer.teacher import load_model
+from memopd_scorer.scoring import score
+from memopd_scorer.teacher import LoadedModel, load, load_model
 from memopd_trace.errors import CheckFailed, InputError, UsageError
 from memopd_trace.invocation import Episode, Invocation, Sampling
-from memopd_trace.record.fingerprint import tokenizer_fingerprint
 from memopd_trace.storage import write
-from memopd_trainer import checkpoint as checkpoint_module
 from memopd_trainer import evaluate_kl, train
 from memopd_trainer.advantages import group_advantages, trained_mask
 from memopd_trainer.batch import load_rollouts, make_packs
 from memopd_trainer.config import TrainConfig
 from memopd_trainer.metrics import StepMetrics, StepSums
-from memopd_trainer.student import Student, student_of
 from memopd_trainer.train import draw_groups, pack_loss
 
 Gradients = dict[str, Tensor]
 
 
 def whole_loss(
-    config: TrainConfig, layout: str, max_tokens: int = 8192, *, exact: bool = True
+    config: TrainConfig, layout: str, max_tokens: int = 8192, *, student: LoadedModel | None = None
 ) -> tuple[float, Gradients, StepMetrics]:
-    """Loss and gradients of one step over all groups, by the code under test; `exact`: see `exact_model`."""
+    """Loss and gradients of one step over all groups, by the code under test; the default student is `exact`."""
     rollouts = load_rollouts(config.trace, config.scores, policy=config.ppo.weight > 0)
     advantages = group_advantages(rollouts.groups).by_episode if config.ppo.weight else {}
-    model = exact_model(config.student) if exact else load_model(config.student, dtype=config.dtype)
-    student = student_of(model, rollouts.tokenizer.size, layout)
-    assert student.layout == layout and rollouts.scores is not None
+    student = student or exact(config.student)
+    assert student.layout(layout) == layout and rollouts.scores is not None
     sums = StepSums()
-    for p in make_packs(rollouts, rollouts.groups, advantages, layout=student.layout, max_tokens=max_tokens):
+    for p in make_packs(rollouts, rollouts.groups, advantages, layout=layout, max_tokens=max_tokens):
         pack_loss(student, rollouts.scores.head(), p, config, sums).backward()
     metrics = sums.finish(step=1, grad_norm=0.0, lr=0.0, seconds=0.0)
-    return sums.loss, {n: p.grad for n, p in model.named_parameters() if p.grad is not None}, metrics
+    return sums.loss, {n: p.grad for n, p in student.model.named_parameters() if p.grad is not None}, metrics
 
 
 def reference_loss(config: TrainConfig, groups: list[list[Episode]]) -> tuple[float, Gradients]:
     """The same from the formulas: each invocation alone through the plain model, token by token."""
-    model = exact_model(config.student)
+    model = exact(config.student).model
     assert config.scores is not None
     scores = ScoresReader(Path(config.scores))
     total = torch.zeros((), dtype=torch.float64)
@@ -210,14 +204,14 @@ def test_held_out_data_that_come_later_are_not_said_to_be_of_the_untrained_stude
     """A run that goes on with held-out data it did not begin with is measured where it stands, not at step 0."""
     held_out = {"trace": str(setup.trace), "scores": str(setup.scores)}
     first = train(setup.config(output=str(tmp_path / "run"), steps=2))
-    there = evaluate_kl(load_model(first.checkpoint, dtype="float64"), setup.trace, setup.scores)
+    there = evaluate_kl(first.checkpoint, setup.trace, setup.scores, dtype="float64")
     longer = train(setup.config(output=str(tmp_path / "run"), steps=3, held_out=held_out))
     assert longer.held_out_before == there != longer.held_out_after
     lines = [m for m in without_seconds(tmp_path / "run/metrics.jsonl") if "held_out" in m]
     assert [m["step"] for m in lines] == [2, 3]
 
 
-class Watched(Student):
+class Watched(LoadedModel):
     """A student that keeps the states of each pack, with their gradient."""
 
     kept: list[tuple[Pack, Tensor]]
@@ -233,7 +227,7 @@ def test_masked_tokens_have_exactly_zero_gradient(setup: Setup) -> None:
     config = setup.config()
     rollouts = load_rollouts(config.trace, config.scores, policy=True)
     advantages = group_advantages(rollouts.groups).by_episode
-    plain = student_of(load_model(setup.student, dtype="float64"), SIZE)
+    plain = load(setup.student, dtype="float64")
     fields = {f.name: getattr(plain, f.name) for f in dataclasses.fields(plain)}
     student = Watched(**fields)
     object.__setattr__(student, "kept", [])
@@ -255,12 +249,13 @@ def test_masked_tokens_have_exactly_zero_gradient(setup: Setup) -> None:
 
 def test_a_teacher_that_is_the_student_gives_no_loss_and_no_gradient(tmp_path: Path) -> None:
     setup = make_setup(tmp_path, noise=0.0, same_teacher=True)
-    loss, gradients, metrics = whole_loss(setup.config(ppo__weight=0.0), "tree", exact=False)
+    same = load(setup.student, dtype="float64")
+    loss, gradients, metrics = whole_loss(setup.config(ppo__weight=0.0), "tree", student=same)
     assert metrics.trained_tokens == 48 and metrics.ppo is None
     assert abs(loss) <= 1e-12 and max(float(g.abs().max()) for g in gradients.values()) <= 1e-12
     _, real, _ = whole_loss(setup.config(), "tree")
     assert max(float(g.abs().max()) for g in real.values()) > 1e-3, "the policy term alone does give one"
-    kl = evaluate_kl(load_model(setup.student, dtype="float64"), setup.trace, setup.scores)
+    kl = evaluate_kl(setup.student, setup.trace, setup.scores, dtype="float64")
     assert abs(kl["reverse_kl"]) <= 1e-12 and abs(kl["forward_kl"]) <= 1e-12 and kl["tokens"] == 48
 
 
@@ -406,68 +401,6 @@ def test_a_gradient_that_overflows_under_a_finite_loss_stops_the_run(setup: Setu
     assert not (tmp_path / "run/step-000002").exists()
 
 
-def test_an_output_folder_of_another_run_is_refused_by_the_key_that_differs(setup: Setup, tmp_path: Path) -> None:
-    out = str(tmp_path / "run")
-    train(setup.config(output=out, steps=1))
-    with pytest.raises(UsageError, match=r"holds a run with lr = 0.001, not 0.01"):
-        train(setup.config(output=out, steps=2, lr=1e-2))
-    fewer = [i for e in setup.episodes[:2] for i in e]
-    write(tmp_path / "fewer.parquet", metadata_for(setup.student), fewer)
-    with pytest.raises(UsageError, match=r"trace \(digest\)"):
-        train(setup.config(output=out, steps=2, trace=str(tmp_path / "fewer.parquet")))
-    # other places for the same data, and another rhythm of saving, are no other run
-    shutil.copy(setup.trace, tmp_path / "moved.parquet")
-    train(setup.config(output=out, steps=2, trace=str(tmp_path / "moved.parquet"), save_every=1))
-
-
-@pytest.mark.parametrize("content", [b"", b"PK\x03\x04 half a file", b"evil"], ids=["empty", "cut", "pickle"])
-def test_a_damaged_or_hostile_trainer_state_is_refused(setup: Setup, tmp_path: Path, content: bytes) -> None:
-    result = train(setup.config(output=str(tmp_path / "run"), steps=1))
-    touched = tmp_path / "touched"
-
-    class Evil:
-        def __reduce__(self) -> tuple[Any, ...]:
-            return Path.touch, (touched,)
-
-    state = result.checkpoint / "trainer_state.pt"
-    state.write_bytes(pickle.dumps(Evil(), protocol=2) if content == b"evil" else content)
-    with pytest.raises(InputError, match=r"trainer_state\.pt: cannot be read"):
-        train(setup.config(output=str(tmp_path / "run"), steps=2))
-    assert not touched.exists()
-
-
-def test_a_checkpoint_is_a_model_folder_and_only_the_newest_can_be_gone_on_from(setup: Setup, tmp_path: Path) -> None:
-    result = train(setup.config(output=str(tmp_path / "run"), steps=3, save_every=1))
-    folders = sorted(p.name for p in (tmp_path / "run").iterdir() if p.is_dir())
-    assert folders == ["step-000001", "step-000002", "step-000003"] and result.checkpoint.name == folders[-1]
-    assert [(tmp_path / "run" / f / "trainer_state.pt").exists() for f in folders] == [False, False, True]
-    for folder in folders:
-        model = AutoModelForCausalLM.from_pretrained(tmp_path / "run" / folder)
-        assert model.dtype == torch.float64
-        tokenizer = PreTrainedTokenizerFast.from_pretrained(tmp_path / "run" / folder)
-        original = PreTrainedTokenizerFast.from_pretrained(setup.student)
-        assert tokenizer_fingerprint(tokenizer) == tokenizer_fingerprint(original)
-
-
-def test_a_checkpoint_that_cannot_be_written_leaves_nothing_behind(
-    setup: Setup, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    real = torch.save
-
-    def full(state: Any, path: Path) -> None:
-        if state["step"] == 2:
-            raise RuntimeError("PytorchStreamWriter failed writing file: No space left on device")
-        real(state, path)
-
-    monkeypatch.setattr(checkpoint_module.torch, "save", full)
-    config = setup.config(output=str(tmp_path / "run"), steps=2, save_every=1)
-    with pytest.raises(InputError, match=r"step-000002: cannot be written.*No space left"):
-        train(config)
-    assert sorted(p.name for p in (tmp_path / "run").iterdir()) == ["metrics.jsonl", "step-000001"]
-    monkeypatch.undo()
-    assert train(config).resumed_from == 1
-
-
 def test_students_that_cannot_be_trained_on_this_trace_are_refused(setup: Setup, tmp_path: Path) -> None:
     other = save_model(tiny_model("llama", seed=2), tmp_path / "other", words="v")
     with pytest.raises(InputError, match="E-TOKENIZER-MISMATCH"):
@@ -476,7 +409,7 @@ def test_students_that_cannot_be_trained_on_this_trace_are_refused(setup: Setup,
         train(setup.config(student="model.gguf", output=str(tmp_path / "run")))
     with pytest.raises(InputError, match="E-MODEL-LOAD"):
         train(setup.config(student=str(tmp_path / "nowhere"), output=str(tmp_path / "run")))
-    assert not (tmp_path / "run").exists()
+    assert [p.name for p in (tmp_path / "run").iterdir()] == [".lock"]
 
 
 def test_a_recurrent_student_is_trained_one_invocation_at_a_time(tmp_path: Path) -> None:
@@ -494,15 +427,16 @@ def test_a_lone_episode_has_no_advantage_and_is_counted(tmp_path: Path) -> None:
 
 
 def test_held_out_divergence_equals_the_formulas(setup: Setup) -> None:
-    model = exact_model(setup.student)
-    measured = evaluate_kl(model, setup.trace, setup.scores, max_tokens=60)
-    reverse, forward, count = dense_kl(model, setup)
+    student = exact(setup.student)
+    measured = evaluate_kl(student, setup.trace, setup.scores, max_tokens=60)
+    reverse, forward, count = dense_kl(student.model, setup)
     assert measured["tokens"] == count == 40
     assert measured["reverse_kl"] == pytest.approx(reverse, rel=1e-8)
     assert measured["forward_kl"] == pytest.approx(forward, rel=1e-8)
     assert abs(reverse - forward) > 1e-3, "the directions differ, so they cannot be confused"
+    student.model.train()
     with pytest.raises(UsageError, match="training mode"):
-        evaluate_kl(model.train(), setup.trace, setup.scores)
+        evaluate_kl(student, setup.trace, setup.scores)
 
 
 @torch.no_grad()

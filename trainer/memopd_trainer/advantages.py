@@ -17,6 +17,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from memopd_scorer.plan import predicted
 from memopd_trace.errors import InputError
 from memopd_trace.invocation import Episode, Invocation
 
@@ -57,12 +58,8 @@ def group_advantages(groups: Sequence[Sequence[Episode]], *, normalise_std: bool
 
 def trained_mask(invocation: Invocation) -> NDArray[np.bool_]:
     """bool[len(output)]: tokens that get a loss: sampled by the policy, not masked out, of an attempt that
-    was not rejected, and with some token before them to be predicted from."""
-    mask = invocation.loss_mask() & invocation.sampled()
-    if invocation.output_slots is None and len(invocation.prompt_ids) == 0:
-        mask = mask.copy()
-        mask[:1] = False
-    return mask
+    was not rejected, and predicted by some row of the state."""
+    return invocation.loss_mask() & invocation.sampled() & predicted(invocation)
 
 
 def token_weights(groups: Sequence[Sequence[Episode]]) -> dict[str, float]:

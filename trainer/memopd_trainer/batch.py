@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,11 +27,12 @@ from torch import Tensor
 
 from memopd_scorer.plan import Layout, Pack, plan_states, state_of
 from memopd_scorer.scores import ScoreRow, ScoresReader
-from memopd_trace.errors import InputError
+from memopd_trace.behaviour import Behaviour, behaviour_of
+from memopd_trace.errors import InputError, UsageError
 from memopd_trace.invocation import Episode, Invocation
-from memopd_trace.metadata import Tokenizer
+from memopd_trace.metadata import Tokenizer, TraceMetadata
 from memopd_trace.storage import TraceReader
-from memopd_trace.validate import validate
+from memopd_trace.validate import require_valid
 from memopd_trainer.advantages import token_weights, trained_mask
 
 Group = Sequence[Episode]
@@ -41,15 +43,21 @@ class Rollouts:
     """A checked trace, in memory, and its scores, on disk."""
 
     groups: tuple[Group, ...]
-    tokenizer: Tokenizer
+    metadata: TraceMetadata  # the trace's, of the one model that is trained
     scores: ScoresReader | None
     policy: bool  # behaviour log-probabilities were checked, and are wanted in packs
-    digest: str  # hex SHA-256 of all keys and state digests
+    digest: str  # hex SHA-256 of everything of the trace that a step depends on
 
     @property
     def episodes(self) -> int:
         """Episodes in all groups."""
         return sum(len(g) for g in self.groups)
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """What the ids mean."""
+        (model,) = self.metadata.models.values()
+        return model.tokenizer
 
     @property
     def scores_digest(self) -> str | None:
@@ -74,7 +82,7 @@ class TrainPack:
     ids_M: Tensor  # int64
     weight_M: Tensor  # float64, sums to 1 over the packs of a step
     advantage_M: Tensor  # float64
-    behaviour_M: Tensor | None  # float64 nats, see `behaviour_of`; None = no policy term
+    behaviour_M: Tensor | None  # float64 nats, see `memopd_trace.behaviour`; None = no policy term
     temperature_M: Tensor | None  # float64, None = 1 throughout
     teacher_ME: Tensor | None  # the teacher's dtype
 
@@ -91,8 +99,9 @@ def load_rollouts(trace: str | os.PathLike[str], scores: str | os.PathLike[str] 
         InputError: the trace is not valid (with the code of the first finding), the scores cannot be read, or
             `E-NO-TARGETS`, `E-TOKENIZER-MISMATCH`, `E-ID-PADDED`, `E-MODEL-UNSUPPORTED`, `E-SCORES-MISSING`,
             `E-SCORES-STATE`, `E-SCORES-CHECK`; with `policy` also `E-LOGPROB-KIND`.
+        UsageError: the tokens to be trained are of several models.
     """
-    _check_valid(trace, "policy" if policy else "core")
+    require_valid(trace, "policy" if policy else "core")
     reader = TraceReader(trace)
     groups = _grouped(reader.iter_episodes())
     invocations = [i for group in groups for e in group for i in e]
@@ -102,22 +111,20 @@ def load_rollouts(trace: str | os.PathLike[str], scores: str | os.PathLike[str] 
             f"{trace}: none of its {len(invocations)} invocations has a token to be trained",
             code="E-NO-TARGETS",
         )
-    tokenizer = _one_tokenizer(reader, trained)
+    model_id = _one_model(reader.path, trained)
+    model = reader.metadata.models[model_id]
+    metadata = reader.metadata.model_copy(update={"models": {model_id: model}})
     store = None if scores is None else ScoresReader(Path(scores))
     if store is not None:
-        _check_teacher(store, tokenizer)
-    h = hashlib.sha256()
+        _check_teacher(store, model.tokenizer)
     for invocation in trained:
-        _check_ids(invocation, tokenizer)
+        _check_ids(invocation, model.tokenizer)
         if store is not None:
             row = _score_row(store, invocation)
             store.verify(row, invocation.output_ids[row.output_index])
         if policy:
-            behaviour_of(invocation)
-    for invocation in invocations:
-        key = f"{invocation.episode_id}\0{invocation.invocation_index}\0"
-        h.update(key.encode() + invocation.compute_digest())
-    return Rollouts(groups, tokenizer, store, policy, h.hexdigest())
+            _behaviour(invocation)
+    return Rollouts(groups, metadata, store, policy, _digest(groups, policy))
 
 
 def make_packs(
@@ -134,88 +141,74 @@ def make_packs(
     """
     weights = token_weights(groups)
     by_key = {i.key: i for group in groups for e in group for i in e if trained_mask(i).any()}
-    states = [[state_of(i) for e in group for i in e if i.key in by_key] for group in groups]
+    size = rollouts.tokenizer.size
+    states = [[state_of(i, vocabulary=size) for e in group for i in e if i.key in by_key] for group in groups]
     for pack in plan_states(states, layout=layout, max_tokens=max_tokens):
         yield _join(rollouts, pack, by_key, weights, advantages)
 
 
-def behaviour_of(invocation: Invocation) -> tuple[NDArray[np.float64], float]:
-    """Log-probabilities of the sampled tokens under the policy that sampled them, over the whole vocabulary.
-
-    Returns (float64[len(output)] nats, NaN for null; temperature), such that the unchanged policy gives the
-    same numbers by `log_softmax(logits / temperature)`; for a row that is valid under the profile `policy`:
-
-        raw        as recorded, temperature 1
-        tempered   as recorded
-        processed  as recorded (renormalised over the kept set), plus the kept set's log mass
-
-    Raises:
-        InputError: `E-LOGPROB-KIND` where temperature 0 or a repetition penalty leaves no such temperature.
-    """
-    assert invocation.output_logprobs is not None  # the profile `policy` asks for them
-    logprobs = np.ma.filled(invocation.output_logprobs.astype(np.float64), np.nan)
-    kind, sampling = invocation.logprob_kind, invocation.sampling
-    if kind == "raw":
-        return logprobs, 1.0
-    assert sampling is not None and sampling.temperature is not None  # as above
-    if sampling.temperature == 0 or sampling.repetition_penalty not in (None, 1.0):
-        raise InputError(
-            f"{_name(invocation)}: {kind} log-probabilities at temperature {sampling.temperature}, "
-            f"repetition penalty {sampling.repetition_penalty} are those of no softmax",
-            code="E-LOGPROB-KIND",
-            hint="record raw ones, or set ppo.weight=0",
-        )
-    if kind == "processed" and invocation.output_kept_logmass is not None:
-        logprobs = logprobs + np.ma.filled(invocation.output_kept_logmass.astype(np.float64), np.nan)
-    return logprobs, sampling.temperature
-
-
-def _check_valid(trace: str | os.PathLike[str], profile: str) -> None:
-    report = validate(trace, profile, max_findings=1)
-    found = [f for f in report.findings if f.severity == "error"]
-    if found:
-        first, more = found[0], report.errors - 1
-        who = "" if first.episode_id is None else f"episode '{first.episode_id}', "
-        who += "" if first.invocation_index is None else f"invocation {first.invocation_index}: "
-        raise InputError(
-            f"{first.path}: {who}{first.message}" + (f" (and {more} more errors)" if more else ""),
-            code=first.code,
-            hint=f"`memopd-trace validate --profile {profile}` lists them all",
-        )
-
-
 def _grouped(episodes: Iterable[Episode]) -> tuple[Group, ...]:
-    """Episodes by `group_id`, in order of first appearance; one without is a group of its own."""
-    groups: dict[tuple[bool, str], list[Episode]] = {}
+    """Episodes by what they are compared by, in order of first appearance."""
+    groups: dict[tuple[str, str], list[Episode]] = {}
     for episode in episodes:
-        key = (False, episode.episode_id) if episode.group_id is None else (True, episode.group_id)
-        groups.setdefault(key, []).append(episode)
+        groups.setdefault(episode.group_key, []).append(episode)
     return tuple(tuple(group) for group in groups.values())
 
 
-def _one_tokenizer(reader: TraceReader, invocations: list[Invocation]) -> Tokenizer:
-    """The tokenizer that all trained rows share."""
-    found: dict[str, str] = {}
-    for model_id in dict.fromkeys(i.model_id for i in invocations):
-        found.setdefault(reader.metadata.models[model_id].tokenizer.fingerprint, model_id)
-    if len(found) > 1:
-        listed = ", ".join(f"{model}: {fingerprint}" for fingerprint, model in found.items())
-        raise InputError(
-            f"{reader.path}: rows of several tokenizers ({listed}) cannot train one student",
-            code="E-TOKENIZER-MISMATCH",
+def _digest(groups: Sequence[Group], policy: bool) -> str:
+    """Names what training takes from a trace: the rows and their order, states and tokens, what each episode is
+    compared by, which tokens get a loss, what must not share a prefix; with `policy` also rewards and behaviour."""
+    h = hashlib.sha256()
+    for episode in (e for group in groups for e in group):
+        for invocation in episode:
+            mask, routes = trained_mask(invocation), invocation.routed_experts
+            said: list[object] = [episode.group_key, *invocation.key, invocation.model_id]
+            said.append(None if routes is None else hashlib.sha256(routes.astype("<i2").tobytes()).hexdigest())
+            logprobs = np.empty(0)
+            if policy:
+                said.append(invocation.reward)
+                if mask.any():
+                    behaviour = _behaviour(invocation)
+                    said.append(behaviour.temperature)
+                    logprobs = behaviour.logprobs[mask]
+            h.update(repr(said).encode() + invocation.compute_digest() + mask.tobytes())
+            h.update(logprobs.astype("<f8").tobytes())
+    return h.hexdigest()
+
+
+def _one_model(path: Path, invocations: Sequence[Invocation]) -> str:
+    """The `model_id` that all trained rows share."""
+    counts = Counter(i.model_id for i in invocations)
+    if len(counts) > 1:
+        listed = ", ".join(f"{count} of '{model}'" for model, count in counts.items())
+        raise UsageError(
+            f"{path}: rows to be trained are of several models ({listed}); one run trains one policy",
+            hint="split the trace by model, or mask the rows of the others out (output_loss_mask)",
         )
-    return reader.metadata.models[next(iter(found.values()))].tokenizer
+    return next(iter(counts))
+
+
+def _behaviour(invocation: Invocation) -> Behaviour:
+    """The behaviour of a trained row, which a ratio can be taken with."""
+    behaviour = behaviour_of(invocation)
+    if behaviour.reason is not None:
+        raise InputError(
+            f"{invocation.name}: {behaviour.reason}",
+            code="E-LOGPROB-KIND",
+            hint="record raw ones, or set ppo.weight=0",
+        )
+    return behaviour
 
 
 def _check_ids(invocation: Invocation, tokenizer: Tokenizer) -> None:
     """Refuse what the losses cannot take: a token of the padded vocabulary has no probability under a head
     that is cut to the real ids, and media are not fed to a student."""
     if invocation.media:
-        raise InputError(f"{_name(invocation)}: holds media", code="E-MODEL-UNSUPPORTED")
+        raise InputError(f"{invocation.name}: holds media", code="E-MODEL-UNSUPPORTED")
     ids = invocation.output_ids[trained_mask(invocation)]
     if ids.max() >= tokenizer.size:
         raise InputError(
-            f"{_name(invocation)}: trained id {ids.max()}, the tokenizer has {tokenizer.size}",
+            f"{invocation.name}: trained id {ids.max()}, the tokenizer has {tokenizer.size}",
             code="E-ID-PADDED",
             hint="take it out of output_loss_mask",
         )
@@ -234,7 +227,7 @@ def _check_teacher(store: ScoresReader, tokenizer: Tokenizer) -> None:
 
 def _score_row(store: ScoresReader, invocation: Invocation) -> ScoreRow:
     """The score row of an invocation, checked to be of its state and to hold every trained target."""
-    where = f"{store.folder}: {_name(invocation)}"
+    where = f"{store.folder}: {invocation.name}"
     row = store.get(*invocation.key)
     again = "score the trace again"
     if row is None or row.hidden is None:
@@ -282,9 +275,9 @@ def _join(
         weight.append(np.full(len(own), weights[state.episode_id]))
         advantage.append(np.full(len(own), advantages.get(state.episode_id, 0.0)))
         if rollouts.policy:
-            logprobs, degree = behaviour_of(invocation)
-            behaviour.append(logprobs[outputs])
-            temperature.append(np.full(len(own), degree))
+            own_behaviour = _behaviour(invocation)
+            behaviour.append(own_behaviour.logprobs[outputs])
+            temperature.append(np.full(len(own), own_behaviour.temperature))
         if rollouts.scores is not None:
             row = _score_row(rollouts.scores, invocation)
             place = np.empty(len(invocation.output_ids), np.int64)
@@ -303,10 +296,6 @@ def _join(
         temperature_M=torch.from_numpy(degrees) if (degrees != 1.0).any() else None,
         teacher_ME=torch.cat(teacher) if rollouts.scores is not None else None,
     )
-
-
-def _name(invocation: Invocation) -> str:
-    return f"episode '{invocation.episode_id}', invocation {invocation.invocation_index}"
 
 
 def _int64(array: NDArray[np.int32]) -> Tensor:

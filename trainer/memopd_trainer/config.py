@@ -9,7 +9,7 @@ import difflib
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
@@ -148,16 +148,15 @@ def _refuse_unknown(data: Mapping[str, Any], model: type[BaseModel], prefix: str
             near = difflib.get_close_matches(str(key), known, n=1)
             hint = f"did you mean '{prefix}{near[0]}'?" if near else f"known: {', '.join(known)}"
             raise UsageError(f"{where}: unknown key '{prefix}{key}'", hint=hint)
-        section = _SECTIONS.get(f"{prefix}{key}")
+        section = _section_of(model.model_fields[key].annotation)
         if section is not None and isinstance(value, Mapping):
             _refuse_unknown(value, section, f"{prefix}{key}.", where)
 
 
-_SECTIONS: dict[str, type[BaseModel]] = {
-    "divergence": DivergenceConfig,
-    "ppo": PolicyConfig,
-    "held_out": HeldOut,
-}
+def _section_of(annotation: Any) -> type[BaseModel] | None:
+    """The model of a field that is a section (`Section`, or `Section | None`)."""
+    kinds = (annotation, *get_args(annotation))
+    return next((k for k in kinds if isinstance(k, type) and issubclass(k, BaseModel)), None)
 
 
 def _one_line(error: Exception) -> str:

@@ -19,13 +19,14 @@ from typing import Any
 
 from transformers import AutoConfig, AutoTokenizer
 
-from memopd_scorer.audit import audit
-from memopd_scorer.score import score
-from memopd_scorer.teacher import load_model, load_teacher
-from memopd_trace.errors import CheckFailed
+from memopd_scorer.auditing import audit
+from memopd_scorer.scoring import score
+from memopd_scorer.teacher import load, load_model
+from memopd_trace.disk import atomic_file
+from memopd_trace.errors import UsageError
 from memopd_trace.invocation import Sampling
-from memopd_trace.storage import TraceReader, atomic_file
-from memopd_trace.validate import validate
+from memopd_trace.storage import TraceReader
+from memopd_trace.validate import require_valid
 from memopd_trace.views import PERSISTENT_HISTORY
 from memopd_trainer.config import parse_config
 from memopd_trainer.environments.reading import ReadingEnvironment, Split, reading_tasks
@@ -77,13 +78,14 @@ def demo(
 
     Raises:
         MissingExtraError: the demo's model is not installed.
-        CheckFailed: a recorded trace did not validate.
-        InputError, UsageError: what the stages refuse.
+        InputError, UsageError: what the stages refuse; a recorded trace that is not valid, say.
     """
     out = Path(folder)
     report = DemoReport(out)
     teacher_dir, student_dir = out / "models" / "teacher", out / "models" / "student"
     with report.stage("models", on_stage):
+        if gguf is not None and teacher_dir.exists():
+            raise UsageError(f"{teacher_dir}: a model is there already", hint="take another folder for another model")
         if not teacher_dir.exists():
             on_progress("unpacking the model")
             export_gguf(gguf or find_demo_gguf(), teacher_dir)
@@ -94,11 +96,9 @@ def demo(
         rollouts = {split: _rollouts(out, student_dir, split, on_progress) for split in ("train", "held_out")}
     with report.stage("validate", on_stage):
         for path in rollouts.values():
-            checked = validate(path, "train")
-            if checked.exit_code("error"):
-                raise CheckFailed(f"{path}: does not validate", hint=f"memopd-trace validate {path} --profile train")
+            require_valid(path, "train")
     with report.stage("score", on_stage):
-        teacher = load_teacher(teacher_dir)
+        teacher = load(teacher_dir)
         for split, path in rollouts.items():
             result = score(
                 path,

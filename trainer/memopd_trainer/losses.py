@@ -12,7 +12,6 @@ width, E teacher width. All values are in nats.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -20,10 +19,9 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
-from memopd_scorer.signals import Head
+from memopd_scorer.signals import Head, iter_chunks
 
 DivergenceKind = Literal["reverse_kl", "forward_kl", "jsd"]
-CHUNK_VALUES = 2**24  # logits of one model alive at a time: 64 MiB in float32
 
 
 class RowLosses(NamedTuple):
@@ -44,7 +42,6 @@ def row_losses(
     teacher_ME: Tensor | None = None,
     kind: DivergenceKind = "reverse_kl",
     beta: float = 0.5,
-    chunk: int | None = None,
 ) -> RowLosses:
     """Student log-probabilities, and the divergence from the teacher's distribution, of every target.
 
@@ -56,7 +53,6 @@ def row_losses(
         teacher: the teacher's head, of the same `size`; needs `teacher_ME`, its states for the same targets.
         kind: see `divergence`.
         beta: see `divergence`.
-        chunk: targets in a chunk; `None` = as many as keep the logits below `CHUNK_VALUES`.
 
     Returns:
         float32 (float64 where the head gives float64) vectors of length M, in nats.
@@ -66,7 +62,7 @@ def row_losses(
     if teacher is not None and teacher.size != student.size:
         raise ValueError(f"student head of {student.size} ids, teacher head of {teacher.size}")
     parts = []
-    for start, stop in iter_chunks(len(ids_M), student.size, chunk):
+    for start, stop in [*iter_chunks(len(ids_M), student.size)] or [(0, 0)]:
         rows = slice(start, stop)
         arguments = (
             student,
@@ -118,13 +114,6 @@ def is_clipped(ratio_M: Tensor, advantage_M: Tensor, clip: float) -> Tensor:
     """bool[M]: tokens whose policy gradient the clip removes (the ratio left the range on the side that the
     advantage pushes to)."""
     return torch.where(advantage_M >= 0, ratio_M > 1 + clip, ratio_M < 1 - clip) & (advantage_M != 0)
-
-
-def iter_chunks(rows: int, size: int, chunk: int | None = None) -> Iterator[tuple[int, int]]:
-    """Ranges `[start, stop)` over `rows` rows of `size` logits each; one empty range for no rows."""
-    step = chunk or max(1, CHUNK_VALUES // size)
-    for start in range(0, max(1, rows), step):
-        yield start, min(start + step, rows)
 
 
 def _chunk_losses(

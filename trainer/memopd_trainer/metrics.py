@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from memopd_trace.disk import atomic_file
 from memopd_trace.errors import InputError
-from memopd_trace.storage import atomic_file
 from memopd_trainer.losses import is_clipped
 
 METRICS = "metrics.jsonl"

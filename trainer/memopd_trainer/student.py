@@ -1,4 +1,4 @@
-"""The student: loaded with its live output head, probed for the layout it is exact in, and measured.
+"""The student: a model loaded to be trained, and how far it is from the stored teacher.
 
 Shape legend: C targets of one chunk, R prediction rows, V real ids, D student width, E teacher width.
 """
@@ -7,71 +7,18 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from dataclasses import dataclass
-from typing import Literal
 
 import torch
-from torch import Tensor
-from transformers import PreTrainedModel
 
-from memopd_scorer.attention import Backend, states_at_rows
-from memopd_scorer.plan import Layout, Pack
-from memopd_scorer.signals import Head, head_of
-from memopd_scorer.teacher import load_model, load_tokenizer, probe
-from memopd_trace.errors import InputError, UsageError
-from memopd_trace.metadata import Tokenizer
+from memopd_scorer.plan import Layout
+from memopd_scorer.signals import Head, iter_chunks
+from memopd_scorer.teacher import LoadedModel, check_trace, load
+from memopd_trace.errors import UsageError
 from memopd_trainer.batch import Rollouts, load_rollouts, make_packs
-from memopd_trainer.losses import divergence, iter_chunks
+from memopd_trainer.losses import divergence
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Student:
-    """A model in eval mode (no dropout), its live output head, and the layout it is exact in (and why)."""
-
-    model: PreTrainedModel
-    head: Head
-    layout: Layout
-    reason: str
-    backend: Backend
-
-    @property
-    def device(self) -> torch.device:
-        """Where its head is."""
-        return self.head.weight_VD.device
-
-    def states(self, pack: Pack) -> Tensor:
-        """hidden_RD at a pack's prediction rows, differentiable, in the model's dtype.
-
-        Raises:
-            InputError: `E-MODEL-UNSUPPORTED` for recorded positions or visibility that the model cannot run.
-        """
-        if self.backend == "native" and not pack.is_plain:
-            raise InputError(
-                f"{type(self.model).__name__} cannot run recorded positions or visibility: {self.reason}",
-                code="E-MODEL-UNSUPPORTED",
-                hint="such rows need a student with plain attention",
-            )
-        return states_at_rows(self.model, pack, backend=self.backend)
-
-
-def student_of(model: PreTrainedModel, size: int, layout: Layout = "tree") -> Student:
-    """Probe a model and take its head, cut to `size` real ids; `layout` turns to `single` where it must.
-
-    Raises:
-        UsageError: the model is in training mode (dropout would be on).
-        InputError: its head cannot be used.
-    """
-    if any(m.training for m in model.modules()):
-        raise UsageError("the model is in training mode", hint="call model.eval() first")
-    head = head_of(model, size)
-    capability = probe(model, head)
-    backend: Literal["sdpa", "native"] = "sdpa" if capability.layout == "tree" else "native"
-    return Student(model, head, layout if backend == "sdpa" else "single", capability.reason, backend)
-
-
-def load_student(
-    source: str | os.PathLike[str], tokenizer: Tokenizer, *, dtype: str, device: str, layout: Layout
-) -> Student:
+def load_student(source: str | os.PathLike[str], rollouts: Rollouts, *, dtype: str, device: str) -> LoadedModel:
     """Load a folder or hub name, with gradients on and dropout off.
 
     Raises:
@@ -80,25 +27,20 @@ def load_student(
     """
     if os.fspath(source).endswith(".gguf"):
         raise UsageError(f"{source}: quantised weights cannot be trained", hint="save it as safetensors first")
-    model = load_model(source, dtype=dtype, device=device)
-    theirs = load_tokenizer(source, vocab_size=model.get_input_embeddings().weight.shape[0])
-    if theirs.fingerprint != tokenizer.fingerprint or theirs.size != tokenizer.size:
-        raise InputError(
-            f"{source}: has tokenizer {theirs.fingerprint} ({theirs.size} ids), the trace has "
-            f"{tokenizer.fingerprint} ({tokenizer.size} ids)",
-            code="E-TOKENIZER-MISMATCH",
-            hint="train the student that sampled the trace",
-        )
-    model.requires_grad_(True)
-    return student_of(model, tokenizer.size, layout)
+    student = load(source, dtype=dtype, device=device)
+    check_trace(rollouts.metadata, student)
+    student.model.requires_grad_(True)
+    return student
 
 
 def evaluate_kl(
-    model: PreTrainedModel,
+    model: str | os.PathLike[str] | LoadedModel,
     trace: str | os.PathLike[str],
     scores: str | os.PathLike[str],
     *,
     layout: Layout = "tree",
+    dtype: str = "float32",
+    device: str = "cpu",
     max_tokens: int = 8192,
 ) -> dict[str, float]:
     """Divergence between a model and the stored teacher on the trained tokens of a trace.
@@ -107,26 +49,30 @@ def evaluate_kl(
     token counting alike, and `tokens`.
 
     Raises:
-        InputError: a fault of the trace or the scores (see `memopd_trainer.batch.load_rollouts`).
-        UsageError: the model is in training mode (dropout would be on).
+        InputError: a fault of the model, the trace or the scores (see `memopd_trainer.batch.load_rollouts`).
+        UsageError: the model is in training mode (dropout would be on), or an unknown dtype or device.
     """
     rollouts = load_rollouts(trace, scores, policy=False)
-    return measure_kl(student_of(model, rollouts.tokenizer.size, layout), rollouts, max_tokens)
+    if not isinstance(model, LoadedModel):
+        model = load(model, dtype=dtype, device=device)
+    check_trace(rollouts.metadata, model)
+    return measure_kl(model, rollouts, layout, max_tokens)
 
 
 @torch.no_grad()
-def measure_kl(student: Student, rollouts: Rollouts, max_tokens: int) -> dict[str, float]:
+def measure_kl(student: LoadedModel, rollouts: Rollouts, layout: Layout, max_tokens: int) -> dict[str, float]:
     """As `evaluate_kl`, for a student and rollouts with scores that were opened already."""
     assert rollouts.scores is not None
-    teacher = head_on(rollouts.scores.head(), student.device)
+    device = student.head.weight_VD.device
+    teacher = head_on(rollouts.scores.head(), device)
     reverse = forward = 0.0
     tokens = 0
-    for train_pack in make_packs(rollouts, rollouts.groups, {}, layout=student.layout, max_tokens=max_tokens):
+    for train_pack in make_packs(rollouts, rollouts.groups, {}, layout=student.layout(layout), max_tokens=max_tokens):
         hidden_RD = student.states(train_pack.pack)
         assert train_pack.teacher_ME is not None
         for start, stop in iter_chunks(len(train_pack.row_M), teacher.size):
-            logits_CV = student.head.logits(hidden_RD[train_pack.row_M[start:stop].to(student.device)])
-            teacher_CE = train_pack.teacher_ME[start:stop].to(student.device)
+            logits_CV = student.head.logits(hidden_RD[train_pack.row_M[start:stop].to(device)])
+            teacher_CE = train_pack.teacher_ME[start:stop].to(device)
             teacher_CV = teacher.logits(teacher_CE).to(logits_CV.dtype)
             reverse += float(divergence(logits_CV, teacher_CV, "reverse_kl").sum(dtype=torch.float64))
             forward += float(divergence(logits_CV, teacher_CV, "forward_kl").sum(dtype=torch.float64))

@@ -26,17 +26,28 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from memopd_scorer.plan import Layout
 from memopd_scorer.signals import Head
+from memopd_scorer.teacher import LoadedModel
+from memopd_trace.disk import exclusive
 from memopd_trace.errors import CheckFailed, UsageError
 from memopd_trainer.advantages import Advantages, group_advantages
 from memopd_trainer.batch import Group, Rollouts, TrainPack, load_rollouts, make_packs
-from memopd_trainer.checkpoint import FREE_KEYS, latest_checkpoint, restore_optimizer, save_checkpoint
+from memopd_trainer.checkpoint import (
+    FREE_KEYS,
+    latest_checkpoint,
+    remove_unfinished,
+    restore_optimizer,
+    save_checkpoint,
+)
 from memopd_trainer.config import TrainConfig
 from memopd_trainer.losses import clipped_policy_loss, row_losses
 from memopd_trainer.metrics import METRICS, MetricsFile, StepMetrics, StepSums
-from memopd_trainer.student import Student, head_on, load_student, measure_kl
+from memopd_trainer.student import head_on, load_student, measure_kl
+
+TRACE_DIGEST, SCORES_DIGEST = "digest of the trace", "digest of the scores"
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,12 +82,13 @@ def train(config: TrainConfig, *, on_step: Callable[[StepMetrics], None] | None 
 
     Raises:
         InputError: a fault of the trace, the scores or the student; see `memopd_trainer.batch.load_rollouts`.
-        UsageError: a configuration that does not fit the data, or an output folder that holds another run.
+        UsageError: a configuration that does not fit the data, or an output folder that holds another run or that
+            another process trains into.
         CheckFailed: the loss or the gradient is not finite; names step and episodes. Checkpoints stay.
     """
     started = time.perf_counter()
     torch.manual_seed(config.seed)
-    output, policy = Path(config.output), config.ppo.weight > 0
+    policy = config.ppo.weight > 0
     rollouts = load_rollouts(config.trace, config.scores if config.divergence.weight > 0 else None, policy=policy)
     held_out = None
     if config.held_out is not None:
@@ -84,38 +96,47 @@ def train(config: TrainConfig, *, on_step: Callable[[StepMetrics], None] | None 
     advantages = Advantages({}, 0)
     if policy:
         advantages = group_advantages(rollouts.groups, normalise_std=config.ppo.normalise_std)
-    per_step = _groups_per_step(config, rollouts)
+    _check_groups_per_step(config, rollouts)
+    with exclusive(Path(config.output), "training into"):
+        return _run(config, rollouts, held_out, advantages, on_step, started)
+
+
+def _run(
+    config: TrainConfig,
+    rollouts: Rollouts,
+    held_out: Rollouts | None,
+    advantages: Advantages,
+    on_step: Callable[[StepMetrics], None] | None,
+    started: float,
+) -> TrainResult:
+    """The steps from the newest checkpoint to the last, in an output folder that no other process writes to."""
+    output = Path(config.output)
+    remove_unfinished(output)
     start, checkpoint = latest_checkpoint(output) or (0, None)
     if start > config.steps:
         raise UsageError(f"{output}: is at step {start} already, the configuration asks for {config.steps} steps")
-    student = load_student(
-        checkpoint or config.student,
-        rollouts.tokenizer,
-        dtype=config.dtype,
-        device=config.device,
-        layout=config.layout,
-    )
-    teacher = None if rollouts.scores is None else head_on(rollouts.scores.head(), student.device)
-    optimizer = make_optimizer(student, config)
+    student = load_student(checkpoint or config.student, rollouts, dtype=config.dtype, device=config.device)
+    teacher = None if rollouts.scores is None else head_on(rollouts.scores.head(), student.head.weight_VD.device)
+    optimizer = make_optimizer(student.model, config)
     identity = _identity(config, rollouts)
     if checkpoint is not None:
-        restore_optimizer(checkpoint, optimizer, identity)
+        data = {TRACE_DIGEST: config.trace, SCORES_DIGEST: config.scores}
+        restore_optimizer(checkpoint, optimizer, identity, data)
     log = MetricsFile(output / METRICS, start)
     before = after = first = last = None
     if held_out is not None:
         before = log.held_out(0, held_out.data_digest) or _measure(start, log, student, held_out, config)
 
     for step in range(start + 1, config.steps + 1):
-        groups = [rollouts.groups[g] for g in draw_groups(len(rollouts.groups), per_step, step, config.seed)]
+        drawn = draw_groups(len(rollouts.groups), config.groups_per_step, step, config.seed)
+        groups = [rollouts.groups[g] for g in drawn]
         last = train_step(step, groups, rollouts, advantages, student, teacher, optimizer, config)
         first = first or last
         log.write(dataclasses.asdict(last))
         if on_step is not None:
             on_step(last)
         if step == config.steps or (config.save_every and step % config.save_every == 0):
-            checkpoint = save_checkpoint(
-                output, step, student.model, optimizer, identity, tokenizer_from=config.student
-            )
+            checkpoint = save_checkpoint(output, step, student.model, optimizer, identity, student=config.student)
 
     if held_out is not None:
         after = _measure(config.steps, log, student, held_out, config)
@@ -127,8 +148,8 @@ def train(config: TrainConfig, *, on_step: Callable[[StepMetrics], None] | None 
         groups=len(rollouts.groups),
         episodes=rollouts.episodes,
         episodes_alone=advantages.alone,
-        layout=student.layout,
-        layout_reason=student.reason,
+        layout=student.layout(config.layout),
+        layout_reason=student.capability.reason,
         first=first,
         last=last,
         held_out_before=before,
@@ -142,7 +163,7 @@ def train_step(
     groups: Sequence[Group],
     rollouts: Rollouts,
     advantages: Advantages,
-    student: Student,
+    student: LoadedModel,
     teacher: Head | None,
     optimizer: torch.optim.Optimizer,
     config: TrainConfig,
@@ -154,9 +175,8 @@ def train_step(
         group["lr"] = lr
     optimizer.zero_grad(set_to_none=True)
     sums = StepSums()
-    for train_pack in make_packs(
-        rollouts, groups, advantages.by_episode, layout=student.layout, max_tokens=config.max_tokens
-    ):
+    layout = student.layout(config.layout)
+    for train_pack in make_packs(rollouts, groups, advantages.by_episode, layout=layout, max_tokens=config.max_tokens):
         loss = pack_loss(student, teacher, train_pack, config, sums)
         _check_finite(float(loss.detach()), "loss", step, train_pack.episode_ids)
         loss.backward()
@@ -167,12 +187,12 @@ def train_step(
 
 
 def pack_loss(
-    student: Student, teacher: Head | None, train_pack: TrainPack, config: TrainConfig, sums: StepSums
+    student: LoadedModel, teacher: Head | None, train_pack: TrainPack, config: TrainConfig, sums: StepSums
 ) -> Tensor:
     """The share that one pack has in a step's loss, a differentiable scalar; `sums` collects its metrics.
 
     The ratio is pi(token) / behaviour(token), both over the whole vocabulary at the sampling temperature (at
-    1 where raw log-probabilities were recorded); see `memopd_trainer.batch.behaviour_of`.
+    1 where raw log-probabilities were recorded); see `memopd_trace.behaviour`.
     """
     hidden_RD = student.states(train_pack.pack)
     on = hidden_RD.device
@@ -201,39 +221,38 @@ def pack_loss(
     return loss
 
 
-def draw_groups(count: int, per_step: int, step: int, seed: int) -> list[int]:
-    """Indices of the groups of step `step` (1, 2…) out of `count`, without repetition."""
+def draw_groups(count: int, per_step: int | None, step: int, seed: int) -> list[int]:
+    """Indices of the groups of step `step` (1, 2…) out of `count`, without repetition; `per_step` `None` = all."""
+    per_step = per_step or count
     epoch, place = divmod(step - 1, count // per_step)
     order = np.random.default_rng([seed, epoch]).permutation(count)
     return [int(g) for g in order[place * per_step : (place + 1) * per_step]]
 
 
-def make_optimizer(student: Student, config: TrainConfig) -> torch.optim.AdamW:
+def make_optimizer(model: PreTrainedModel, config: TrainConfig) -> torch.optim.AdamW:
     """AdamW; matrices decay, vectors (norms, biases) do not."""
-    parameters = list(student.model.parameters())
+    parameters = list(model.parameters())
     matrices, vectors = [p for p in parameters if p.ndim >= 2], [p for p in parameters if p.ndim < 2]
     groups: list[dict[str, Any]] = [{"params": matrices}, {"params": vectors, "weight_decay": 0.0}]
     return torch.optim.AdamW(groups, lr=config.lr, weight_decay=config.weight_decay)
 
 
-def _groups_per_step(config: TrainConfig, rollouts: Rollouts) -> int:
-    there = len(rollouts.groups)
-    wanted = config.groups_per_step or there
-    if wanted > there:
+def _check_groups_per_step(config: TrainConfig, rollouts: Rollouts) -> None:
+    wanted, there = config.groups_per_step, len(rollouts.groups)
+    if wanted is not None and wanted > there:
         raise UsageError(
             f"groups_per_step is {wanted}, the trace has {there} groups",
             hint="lower it, or leave it out to use all groups in each step",
         )
-    return wanted
 
 
 def _measure(
-    step: int, log: MetricsFile, student: Student, held_out: Rollouts, config: TrainConfig
+    step: int, log: MetricsFile, student: LoadedModel, held_out: Rollouts, config: TrainConfig
 ) -> dict[str, float]:
     """The held-out values at a step: those in the file, or measured now and written there."""
     values = log.held_out(step, held_out.data_digest)
     if values is None:
-        values = measure_kl(student, held_out, config.max_tokens)
+        values = measure_kl(student, held_out, config.layout, config.max_tokens)
         log.write_held_out(step, held_out.data_digest, values)
     return values
 
@@ -241,7 +260,7 @@ def _measure(
 def _identity(config: TrainConfig, rollouts: Rollouts) -> dict[str, Any]:
     """What must stay the same for a run to go on: plain values, the data by their digests."""
     values = {k: v for k, v in config.model_dump(mode="json").items() if k not in FREE_KEYS}
-    return values | {"trace (digest)": rollouts.digest, "scores (digest)": rollouts.scores_digest}
+    return values | {TRACE_DIGEST: rollouts.digest, SCORES_DIGEST: rollouts.scores_digest}
 
 
 def _check_finite(value: float, what: str, step: int, episodes: Sequence[str]) -> None:

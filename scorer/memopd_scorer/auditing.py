@@ -4,9 +4,8 @@ Under the recorded state they must come out again, to rounding; where they do no
 state its tokens were sampled. `against="persistent-history"` scores the same tokens under the flattened history as
 well, and so measures what misaligned scoring would cost at identical weights.
 
-    kind raw        log softmax(z)[id]
-    kind tempered   log softmax(z / T)[id]
-    kind processed  log softmax(z / T)[id] - kept log-mass
+What is compared is `memopd_trace.behaviour.behaviour_of`: whole-vocabulary numbers at the temperature they include.
+
     false clip      |exp(recomputed - recorded) - 1| > epsilon: PPO would clip a token that nothing has changed
 
 Shape legend: M targets, R prediction rows, V vocabulary (real ids).
@@ -14,6 +13,8 @@ Shape legend: M targets, R prediction rows, V vocabulary (real ids).
 
 from __future__ import annotations
 
+import functools
+import itertools
 import os
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
@@ -23,13 +24,14 @@ from typing import Any
 import numpy as np
 import torch
 
-from memopd_scorer.plan import Layout, Pack, State, iter_groups, plan_states, state_of
-from memopd_scorer.score import check_tokenizer
-from memopd_scorer.signals import CHUNK_CELLS
-from memopd_scorer.teacher import Teacher, load_teacher
+from memopd_scorer.plan import Layout, Pack, iter_groups, plan_states, state_of
+from memopd_scorer.signals import iter_chunks
+from memopd_scorer.teacher import LoadedModel, check_trace, load
+from memopd_trace.behaviour import behaviour_of
 from memopd_trace.errors import InputError, UsageError
 from memopd_trace.invocation import Episode, Invocation
 from memopd_trace.storage import TraceReader
+from memopd_trace.validate import require_valid
 from memopd_trace.views import PERSISTENT_HISTORY, RECORDED, persistent_history, under_prompt
 
 CLIP_EPSILON = 0.2
@@ -59,7 +61,7 @@ class AuditReport:
     anything but 0 is an off-by-one in the log."""
 
     model: str
-    capability: str
+    probe: str
     recorded: Comparison
     lag: int
     by_segment_kind: dict[str, Comparison]
@@ -73,7 +75,7 @@ class AuditReport:
         return {
             "report_version": 1,
             "model": self.model,
-            "capability": self.capability,
+            "probe": self.probe,
             "clip_epsilon": CLIP_EPSILON,
             "recorded": self.recorded.to_json(),
             "lag": self.lag,
@@ -87,50 +89,85 @@ class AuditReport:
 
 def audit(
     trace: str | os.PathLike[str],
-    model: str | os.PathLike[str] | Teacher,
+    model: str | os.PathLike[str] | LoadedModel,
     *,
     against: str | None = None,
+    model_id: str | None = None,
     layout: Layout = "tree",
     dtype: str = "float32",
     device: str = "cpu",
     max_tokens: int = 8192,
+    on_pack: Callable[[int], None] = lambda done: None,
 ) -> AuditReport:
-    """Recompute every recorded log-probability with the model that sampled it.
+    """Recompute every recorded log-probability with the model that sampled it; `on_pack(done)` follows each pack.
+
+    `model_id` says which rows those are, where the trace has several models.
 
     Raises:
-        InputError: an unreadable trace, another tokenizer, or `E-AUDIT-NO-LOGPROBS`.
-        UsageError: an unknown view.
+        InputError: a trace that is not valid, another tokenizer, media, or `E-AUDIT-NO-LOGPROBS`.
+        UsageError: an unknown view, or several models and no `model_id`.
     """
     if against not in (None, PERSISTENT_HISTORY):
         raise UsageError(f"unknown view '{against}'", hint=f"only {PERSISTENT_HISTORY}")
+    require_valid(trace)
     reader = TraceReader(trace)
-    if not isinstance(model, Teacher):
-        model = load_teacher(model, dtype=dtype, device=device)
-    check_tokenizer(reader.metadata, model)
-    layout = model.layout(layout)
+    model_id = _one_model(reader, model_id)
+    if not isinstance(model, LoadedModel):
+        model = load(model, dtype=dtype, device=device)
+    check_trace(reader.metadata, model)
+    plan = functools.partial(plan_states, layout=model.layout(layout), max_tokens=max_tokens)
+    done = itertools.count(1)
     collected: dict[str, list[_Tokens]] = {}
     for view in (RECORDED, against) if against else (RECORDED,):
-        groups = _groups_under(view, reader.iter_episodes())
-        collected[view] = [t for group in groups for t in _recompute(group, model, layout, max_tokens)]
+        collected[view] = []
+        for group in _groups_under(view, reader.iter_episodes()):
+            by_key = {i.key: i for i in group if i.model_id == model_id}
+            for pack in plan([[state_of(i, vocabulary=model.head.size) for i in by_key.values()]]):
+                collected[view].extend(_recompute(pack, model, by_key))
+                on_pack(next(done))
+        collected[view].sort(key=lambda t: t.key)
     usable = {view: [t.usable() for t in tokens] for view, tokens in collected.items()}
     recorded = usable[RECORDED]
     if not sum(len(t.recorded_M) for t in recorded):
         raise InputError(
-            f"{trace}: no token with a recorded log-probability of a known kind",
+            f"{trace}: no token with a recorded log-probability that could be recomputed{_why_none(reader)}",
             code="E-AUDIT-NO-LOGPROBS",
             hint="an audit compares recorded log-probabilities; `validate --profile policy` says what is missing",
         )
     return AuditReport(
         model=model.name,
-        capability=model.capability.reason,
+        probe=model.capability.reason,
         recorded=_compare(recorded),
         lag=_best_lag(recorded),
         by_segment_kind=_by(recorded, "kind_M"),
         by_policy_version=_by(recorded, "version_M"),
-        skipped_tokens=sum(len(t.recorded_M) for t in collected[RECORDED]) - sum(len(t.recorded_M) for t in recorded),
+        skipped_tokens=_skipped(reader, model_id) - sum(len(t.recorded_M) for t in recorded),
         against=_compare(usable[against]) if against else None,
         top1_flips=_flips(collected[RECORDED], collected[against]) if against else None,
     )
+
+
+def _one_model(reader: TraceReader, model_id: str | None) -> str:
+    there = list(reader.metadata.models)
+    if model_id is None and len(there) == 1:
+        return there[0]
+    if model_id not in there:
+        raise UsageError(
+            f"the trace has the models {', '.join(there)}, the one to audit is {model_id or 'not named'}",
+            hint="name it with --model-id",
+        )
+    return model_id
+
+
+def _skipped(reader: TraceReader, model_id: str) -> int:
+    """All sampled tokens of a model's rows."""
+    return sum(int(i.sampled().sum()) for i in reader.iter_invocations() if i.model_id == model_id)
+
+
+def _why_none(reader: TraceReader) -> str:
+    reasons = (behaviour_of(i).reason for i in reader.iter_invocations())
+    first = next((r for r in reasons if r is not None), None)
+    return f" ({first})" if first else ""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -160,89 +197,38 @@ def _groups_under(view: str, episodes: Iterable[Episode]) -> Iterator[list[Invoc
         yield [under_prompt(i, p) for i, p in zip(episode, prompts, strict=True)]
 
 
-def _recompute(group: list[Invocation], model: Teacher, layout: Layout, max_tokens: int) -> Iterator[_Tokens]:
-    """The tokens of a group's invocations, in (episode, index) order."""
-    by_key = {i.key: i for i in group}
-    states: list[State] = [state_of(i) for i in group]
-    found = []
-    for pack in plan_states([states], layout=layout, max_tokens=max_tokens):
-        logprob_M, top1_M = _behaviour_logprobs(pack, model, by_key)
-        for number, state in enumerate(pack.states):
-            mine = pack.target_state_M == number
-            invocation = by_key[state.episode_id, state.invocation_index]
-            found.append(_tokens(invocation, pack.target_output_M[mine], logprob_M[mine], top1_M[mine]))
-    yield from sorted(found, key=lambda t: t.key)
-
-
 @torch.no_grad()
-def _behaviour_logprobs(
-    pack: Pack, model: Teacher, by_key: dict[tuple[str, int], Invocation]
-) -> tuple[np.ndarray, np.ndarray]:
-    """(log-probability of each target as its row's kind defines it, most likely id), [M] each."""
+def _recompute(pack: Pack, model: LoadedModel, by_key: dict[tuple[str, int], Invocation]) -> Iterator[_Tokens]:
+    """The tokens of a pack's invocations, each at the temperature that its recorded numbers include."""
     hidden_RD = model.states(pack)
-    temperature_M = _per_target(pack, by_key, _temperature)
-    logprob_M, top1_M = np.empty(len(pack.target_ids_M)), np.empty(len(pack.target_ids_M), np.int64)
-    step = max(1, CHUNK_CELLS // model.head.size)
-    for start in range(0, len(pack.target_ids_M), step):
-        part = slice(start, start + step)
-        rows = torch.from_numpy(pack.target_row_M[part].astype(np.int64)).to(hidden_RD.device)
-        ids = torch.from_numpy(pack.target_ids_M[part].astype(np.int64)).to(hidden_RD.device)
-        logits = model.head.logits(hidden_RD[rows])
-        top1_M[part] = logits.argmax(-1).cpu().numpy()
-        tempered = logits / torch.from_numpy(temperature_M[part]).to(logits)[:, None]
-        logprob_M[part] = tempered.log_softmax(-1).gather(1, ids[:, None])[:, 0].double().cpu().numpy()
-    return logprob_M - _per_target(pack, by_key, _kept_logmass), top1_M
-
-
-def _per_target(
-    pack: Pack, by_key: dict[tuple[str, int], Invocation], value: Callable[[Invocation], np.ndarray | float]
-) -> np.ndarray:
-    """[M]: `value(invocation)`, one number or one for each output token, at each target."""
-    out = np.empty(len(pack.target_ids_M))
+    rows_M, ids_M = (torch.from_numpy(a.astype(np.int64)) for a in (pack.target_row_M, pack.target_ids_M))
     for number, state in enumerate(pack.states):
-        mine = pack.target_state_M == number
         invocation = by_key[state.episode_id, state.invocation_index]
-        per_output = np.broadcast_to(value(invocation), len(invocation.output_ids))
-        out[mine] = per_output[pack.target_output_M[mine]]
-    return out
+        behaviour = behaviour_of(invocation)
+        mine = np.flatnonzero(pack.target_state_M == number)
+        logprobs, top1 = np.empty(len(mine)), np.empty(len(mine), np.int64)
+        for start, stop in iter_chunks(len(mine), model.head.size):
+            part = mine[start:stop]
+            logits = model.head.logits(hidden_RD[rows_M[part].to(hidden_RD.device)])
+            chosen = (logits / behaviour.temperature).log_softmax(-1).gather(1, ids_M[part].to(logits.device)[:, None])
+            logprobs[start:stop] = chosen[:, 0].double().cpu().numpy()
+            top1[start:stop] = logits.argmax(-1).cpu().numpy()
+        output_index = pack.target_output_M[mine]
+        kinds, versions = _labels(invocation, output_index)
+        yield _Tokens(invocation.key, output_index, behaviour.logprobs[output_index], logprobs, top1, kinds, versions)
 
 
-def _kept_logmass(invocation: Invocation) -> np.ndarray | float:
-    """What a `processed` log-probability was renormalised by; NaN where the trace does not say it."""
-    if invocation.logprob_kind != "processed":
-        return 0.0
-    if invocation.output_kept_logmass is not None:
-        return np.ma.filled(invocation.output_kept_logmass.astype(np.float64), np.nan)
-    s = invocation.sampling
-    truncated = s is None or (s.top_p or 1) < 1 or (s.top_k or 0) > 0 or (s.min_p or 0) > 0
-    return np.nan if truncated else 0.0
-
-
-def _temperature(invocation: Invocation) -> float:
-    """The temperature that the recorded log-probabilities include; 1 for `raw`, and for greedy decoding."""
-    tempered = invocation.logprob_kind in ("tempered", "processed")
-    temperature = invocation.sampling.temperature if invocation.sampling is not None else None
-    return temperature if tempered and temperature else 1.0
-
-
-def _tokens(invocation: Invocation, output_index: np.ndarray, recomputed: np.ndarray, top1: np.ndarray) -> _Tokens:
-    recorded = np.full(len(output_index), np.nan)
-    comparable = invocation.logprob_kind in ("raw", "tempered", "processed")
-    if invocation.output_logprobs is not None and comparable:
-        recorded = np.ma.filled(invocation.output_logprobs.astype(np.float64), np.nan)[output_index]
-    recorded[np.isnan(recomputed)] = np.nan
+def _labels(invocation: Invocation, output_index: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """(segment kind, policy version) of each target, as text; `none` where nothing is recorded."""
     kinds = np.full(len(invocation), "none", dtype=object)
     for segment in invocation.segments or ():
         kinds[segment.start : segment.stop] = segment.kind
     slots = invocation.output_slots
     sequence_index = len(invocation.prompt_ids) + output_index if slots is None else slots[output_index]
-    versions = invocation.output_policy_versions
-    if versions is None:
-        version = "none" if invocation.policy_version is None else str(invocation.policy_version)
-        version_M = np.full(len(output_index), version, dtype=object)
-    else:
-        version_M = versions[output_index].astype(str).astype(object)
-    return _Tokens(invocation.key, output_index, recorded, recomputed, top1, kinds[sequence_index], version_M)
+    if invocation.output_policy_versions is not None:
+        return kinds[sequence_index], invocation.output_policy_versions[output_index].astype(str).astype(object)
+    version = "none" if invocation.policy_version is None else str(invocation.policy_version)
+    return kinds[sequence_index], np.full(len(output_index), version, dtype=object)
 
 
 def _compare(tokens: list[_Tokens]) -> Comparison:

@@ -7,33 +7,38 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from memopd_scorer.plan import Layout, PlanSummary, plan
-from memopd_scorer.signals import bytes_per_target, check_signals, compute_signals, describe_head
-from memopd_scorer.store import SHARD_BYTES, ScoresWriter, iter_shards
-from memopd_scorer.teacher import Teacher, load_teacher
+import torch
+
+from memopd_scorer.plan import Layout, Pack, PlanSummary, plan
+from memopd_scorer.signals import Signals, bytes_per_target, check_signals, compute_signals, describe_head
+from memopd_scorer.store import SHARD_BYTES, SHARD_TOKENS, ScoresWriter, iter_shards
+from memopd_scorer.teacher import LoadedModel, check_trace, load
 from memopd_trace import __version__
+from memopd_trace.disk import exclusive
 from memopd_trace.errors import InputError
-from memopd_trace.metadata import HeadInfo, Producer, ScoresMetadata, TeacherInfo, TraceMetadata
+from memopd_trace.metadata import HeadInfo, Producer, ScoresMetadata, TeacherInfo
 from memopd_trace.record.fingerprint import config_digest, weights_digest
 from memopd_trace.storage import TraceReader
+from memopd_trace.validate import require_valid
 from memopd_trace.views import RECORDED
 
 
 @dataclass(frozen=True, slots=True)
 class ScoreResult:
-    """What a scoring run did. `padded_mass` is the largest probability found on padded ids in shards scored now."""
+    """What a scoring run did. `probe` is what the probe found; `padded_mass` the largest probability that the padded
+    ids would have had in the shards scored now."""
 
     folder: Path
     plan: PlanSummary
     shards: int
     shards_scored: int
-    capability: str
+    probe: str
     padded_mass: float
 
 
 def score(
     trace: str | os.PathLike[str],
-    teacher: str | os.PathLike[str] | Teacher,
+    teacher: str | os.PathLike[str] | LoadedModel,
     out: str | os.PathLike[str],
     *,
     signals: Sequence[str] = ("sampled", "hidden"),
@@ -57,18 +62,18 @@ def score(
     """
     names = tuple(dict.fromkeys(signals))
     check_signals(names)
+    require_valid(trace)
     reader = TraceReader(trace)
-    if not isinstance(teacher, Teacher):
-        teacher = load_teacher(teacher, dtype=dtype, device=device, backend=attention)  # type: ignore[arg-type]
-    check_tokenizer(reader.metadata, teacher)
-    if "media" in reader.metadata.required_features:
-        raise InputError(
-            f"{trace}: holds media, which this scorer does not feed to a teacher", code="E-MODEL-UNSUPPORTED"
-        )
+    if not isinstance(teacher, LoadedModel):
+        teacher = load(teacher, dtype=dtype, device=device, backend=attention)  # type: ignore[arg-type]
+    check_trace(reader.metadata, teacher)
     layout = teacher.layout(layout)
     summary = PlanSummary(layout, max_tokens)
-    for pack in plan(reader.iter_episodes(), layout=layout, max_tokens=max_tokens):
+    size = teacher.head.size
+    for pack in plan(reader.iter_episodes(), layout=layout, max_tokens=max_tokens, vocabulary=size):
         summary.add(pack)
+    if not summary.targets:
+        raise InputError(f"{trace}: no sampled token to score", code="E-NO-TARGETS")
     metadata = _metadata(teacher, summary, names, topk, shard_bytes)
     head_info = metadata.teacher.head
     per_target = bytes_per_target(
@@ -78,51 +83,34 @@ def score(
         topk=topk,
         size=head_info.size,
     )
-    writer = ScoresWriter(Path(out), metadata, teacher.head, repair=repair)
     done = scored = shards = 0
     padded_mass = 0.0
-    try:
-        packs = plan(reader.iter_episodes(), layout=layout, max_tokens=max_tokens)
+    with exclusive(Path(out), "scoring into"):
+        writer = ScoresWriter(Path(out), metadata, teacher.head, repair=repair)
+        packs = plan(reader.iter_episodes(), layout=layout, max_tokens=max_tokens, vocabulary=size)
         for number, run in enumerate(iter_shards(packs, bytes_per_target=per_target, shard_bytes=shard_bytes)):
             shards += 1
-            if number not in writer.finished:
+            if not writer.has(number, run):
                 results = []
                 for pack in run:
-                    hidden_RD = teacher.states(pack)
-                    results.append((pack, compute_signals(hidden_RD, teacher.head, pack, names, topk=topk)))
+                    results.append((pack, _signals(teacher, pack, names, topk)))
                     padded_mass = max(padded_mass, results[-1][1].padded_mass)
                     on_pack(done + len(results), summary.packs)
                 writer.write_shard(number, results)
                 scored += 1
             done += len(run)
             on_pack(done, summary.packs)
-    except BaseException:
-        writer.close(shards=None)
-        raise
-    writer.close(shards=shards)
+        writer.finish(shards)
     return ScoreResult(Path(out), summary, shards, scored, teacher.capability.reason, padded_mass)
 
 
-def check_tokenizer(metadata: TraceMetadata, teacher: Teacher) -> None:
-    """A teacher reads the trace's ids only if its tokenizer is the very one they come from.
-
-    Raises:
-        InputError: `E-TOKENIZER-MISMATCH`, naming both fingerprints.
-    """
-    for model_id, model in metadata.models.items():
-        theirs = model.tokenizer
-        if theirs.fingerprint != teacher.tokenizer.fingerprint or theirs.size != teacher.tokenizer.size:
-            raise InputError(
-                f"teacher '{teacher.name}' has tokenizer {teacher.tokenizer.fingerprint[:16]} "
-                f"({teacher.tokenizer.size} ids), the trace's model '{model_id}' has {theirs.fingerprint[:16]} "
-                f"({theirs.size} ids)",
-                code="E-TOKENIZER-MISMATCH",
-                hint="the ids would mean other text to this teacher",
-            )
+@torch.no_grad()
+def _signals(teacher: LoadedModel, pack: Pack, names: tuple[str, ...], topk: int) -> Signals:
+    return compute_signals(teacher.states(pack), teacher.head, pack, names, topk=topk)
 
 
 def _metadata(
-    teacher: Teacher, summary: PlanSummary, names: tuple[str, ...], topk: int, shard_bytes: int
+    teacher: LoadedModel, summary: PlanSummary, names: tuple[str, ...], topk: int, shard_bytes: int
 ) -> ScoresMetadata:
     dtype = str(teacher.head.weight_VD.dtype).removeprefix("torch.")
     return ScoresMetadata(
@@ -145,5 +133,6 @@ def _metadata(
         attention=teacher.backend if summary.layout != "single" or teacher.capability.layout == "tree" else "native",
         max_tokens=summary.max_tokens,
         shard_bytes=shard_bytes,
+        shard_tokens=SHARD_TOKENS,
         plan_digest=summary.digest,
     )
