@@ -6,8 +6,10 @@ frozen: metadata describes bytes that never change.
 
 from __future__ import annotations
 
+import json
 import re
-from typing import Annotated, Any
+import sys
+from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
@@ -214,3 +216,13 @@ class ScoresMetadata(_Model):
     def to_schema_metadata(self) -> dict[bytes, bytes]:
         """The Arrow schema metadata that carries this object."""
         return {SCORES_KEY: self.model_dump_json().encode()}
+
+
+def json_schema(table: Literal["trace", "scores"]) -> str:
+    """The JSON schema of a table's metadata, as `spec/` holds it."""
+    model = TraceMetadata if table == "trace" else ScoresMetadata
+    return json.dumps(model.model_json_schema(), indent=1) + "\n"
+
+
+if __name__ == "__main__":
+    sys.stdout.write(json_schema("scores" if sys.argv[1:] == ["scores"] else "trace"))

@@ -4,14 +4,27 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 from pathlib import Path
+from typing import Literal
 
 import pyarrow as pa
 import pytest
 
 from memopd_trace.cli import run
 from memopd_trace.invocation import Invocation
-from memopd_trace.schema import COLUMN, SCORES_COLUMNS, TABLES, TRACE_COLUMNS, arrow_schema, to_json, type_name
+from memopd_trace.metadata import json_schema
+from memopd_trace.schema import (
+    COLUMN,
+    FEATURES,
+    REWRITE_KINDS,
+    SCORES_COLUMNS,
+    TABLES,
+    TRACE_COLUMNS,
+    arrow_schema,
+    to_json,
+    type_name,
+)
 
 SPEC = Path(__file__).parents[2] / "spec" / "schema"
 
@@ -58,3 +71,16 @@ def test_the_json_rendering_loses_no_column() -> None:
     for table, columns in TABLES.items():
         rendered = json.loads(json.dumps(to_json(table)))["columns"]  # type: ignore[arg-type]
         assert [c["name"] for c in rendered] == [c.name for c in columns]
+
+
+@pytest.mark.parametrize(("table", "name"), [("trace", "metadata"), ("scores", "scores-metadata")])
+def test_the_metadatas_schemas_in_spec_are_current(table: Literal["trace", "scores"], name: str) -> None:
+    assert (SPEC.parent / f"{name}.schema.json").read_text() == json_schema(table), "run `make spec`"
+
+
+def test_the_registry_has_the_words_of_the_schema() -> None:
+    text = (SPEC.parent / "registry.md").read_text()
+    for words in (REWRITE_KINDS, FEATURES):
+        assert [w for w in words if f"| `{w}` |" not in text] == []
+    in_tables = re.findall(r"^\| `([a-z_]+)` \|", text, re.MULTILINE)
+    assert sorted(in_tables) == sorted((*REWRITE_KINDS, *FEATURES))
