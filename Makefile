@@ -39,8 +39,8 @@ format: $(READY)
 
 spec: $(READY)  ## render what spec/ holds of the code
 	$(BIN)/python -m memopd_trace.rules > spec/codes.json
-	$(BIN)/python -m memopd_trace.metadata trace > spec/metadata.schema.json
-	$(BIN)/python -m memopd_trace.metadata scores > spec/scores-metadata.schema.json
+	$(BIN)/python -c "from memopd_trace.metadata import json_schema; print(json_schema('trace'), end='')" > spec/metadata.schema.json
+	$(BIN)/python -c "from memopd_trace.metadata import json_schema; print(json_schema('scores'), end='')" > spec/scores-metadata.schema.json
 	for table in trace scores; do \
 	  $(BIN)/memopd-trace schema $$table > spec/schema/$$table.md && \
 	  $(BIN)/memopd-trace schema $$table --format json > spec/schema/$$table.json && \

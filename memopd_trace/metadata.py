@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import re
-import sys
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
@@ -222,7 +221,3 @@ def json_schema(table: Literal["trace", "scores"]) -> str:
     """The JSON schema of a table's metadata, as `spec/` holds it."""
     model = TraceMetadata if table == "trace" else ScoresMetadata
     return json.dumps(model.model_json_schema(), indent=1) + "\n"
-
-
-if __name__ == "__main__":
-    sys.stdout.write(json_schema("scores" if sys.argv[1:] == ["scores"] else "trace"))
