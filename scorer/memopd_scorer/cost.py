@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from memopd_scorer.plan import PlanSummary
-from memopd_trace.errors import InputError
+from memopd_trace.errors import InputError, first_line
 
 
 def estimate(summary: PlanSummary, model: Path) -> dict[str, Any]:
@@ -28,14 +28,15 @@ def estimate(summary: PlanSummary, model: Path) -> dict[str, Any]:
         layers = int(config.get("num_hidden_layers") or config["n_layer"])
         heads = int(config.get("num_attention_heads") or config["n_head"])
         vocabulary = int(config["vocab_size"])
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise InputError(f"{model}: no usable config.json: {error}", code="E-MODEL-LOAD") from None
-    head_dim = int(config.get("head_dim") or width // heads)
-    kv_heads = int(config.get("num_key_value_heads") or heads)
-    gated = 2 if "n_embd" in config else 3  # GPT-2's block has two matrices, a gated one three
-    inner = int(config.get("moe_intermediate_size") or config.get("intermediate_size") or 4 * width)
-    inner *= int(config.get("num_experts_per_tok") or 1)
-    per_token = layers * (width * head_dim * (2 * heads + 2 * kv_heads) + gated * width * inner)
+        head_dim = int(config.get("head_dim") or width // heads)
+        kv_heads = int(config.get("num_key_value_heads") or heads)
+        gated = 2 if "n_embd" in config else 3  # GPT-2's block has two matrices, a gated one three
+        inner = config.get("moe_intermediate_size") or config.get("intermediate_size") or 4 * width
+        inner = max(inner) if isinstance(inner, list) else int(inner)  # some configs give one width a layer
+        inner *= int(config.get("num_experts_per_tok") or 1)
+        per_token = layers * (width * head_dim * (2 * heads + 2 * kv_heads) + gated * width * inner)
+    except (OSError, ArithmeticError, LookupError, ValueError, TypeError, AttributeError, RecursionError) as error:
+        raise InputError(f"{model}: no usable config.json: {first_line(error)}", code="E-MODEL-LOAD") from None
     linear = 2 * per_token * summary.executed_tokens
     attention = 4 * summary.pairs * heads * head_dim * layers
     head = 2 * width * vocabulary * summary.prediction_rows

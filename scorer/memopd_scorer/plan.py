@@ -328,7 +328,7 @@ def shareable_length(state: State) -> int:
 
 def _arrange(states: list[State], layout: Layout) -> list[tuple[State, int]]:
     """Sort states so that equal prefixes meet; pair each with what it shares with the one before it."""
-    if layout != "tree":
+    if layout != "tree" or not states:
         return [(s, 0) for s in states]
     keyed = sorted(((s.realm, _tokens_key(s).tobytes()), i) for i, s in enumerate(states))
     ordered = [states[i] for _, i in keyed]

@@ -11,7 +11,7 @@ import torch
 
 from memopd_scorer.plan import Layout, Pack, PlanSummary, plan
 from memopd_scorer.signals import Signals, bytes_per_target, check_signals, compute_signals, describe_head
-from memopd_scorer.store import SHARD_BYTES, SHARD_TOKENS, ScoresWriter, iter_shards
+from memopd_scorer.store import SHARD_BYTES, SHARD_TOKENS, ScoresWriter, check_folder, iter_shards
 from memopd_scorer.teacher import LoadedModel, check_trace, load
 from memopd_trace import __version__
 from memopd_trace.disk import exclusive
@@ -62,6 +62,7 @@ def score(
     """
     names = tuple(dict.fromkeys(signals))
     check_signals(names)
+    check_folder(Path(out))
     require_valid(trace)
     reader = TraceReader(trace)
     if not isinstance(teacher, LoadedModel):

@@ -31,7 +31,7 @@ from torch import Tensor
 from memopd_scorer.plan import Pack
 from memopd_scorer.signals import Head, Signals
 from memopd_trace.disk import atomic_file
-from memopd_trace.errors import InputError
+from memopd_trace.errors import InputError, UsageError
 from memopd_trace.metadata import SCORES_KEY, ScoresMetadata, check_version, first_error
 from memopd_trace.schema import SCORES_COLUMNS
 from memopd_trace.storage import MANIFEST
@@ -40,6 +40,21 @@ RUN, HEAD = "run.json", "head.safetensors"
 SHARD_BYTES = 32 * 2**20
 SHARD_TOKENS = 2**20
 _SHARD_NAME = re.compile(r"shard-(\d{6,})-([0-9a-f]{16})\.parquet")
+
+
+def check_folder(folder: Path) -> None:
+    """Score only into a new folder, an empty one, or one that holds a run.
+
+    Raises:
+        UsageError: it holds other things (a trace, a model), or is a file.
+    """
+    if folder.exists() and not folder.is_dir():
+        raise UsageError(f"{folder}: is a file", hint="scores are a folder")
+    if not folder.is_dir() or (folder / RUN).is_file():
+        return
+    others = sorted(f.name for f in folder.iterdir() if f.name != ".lock" and not f.name.endswith(".tmp"))
+    if others:
+        raise UsageError(f"{folder}: holds '{others[0]}' but no {RUN}", hint="score into a folder of its own")
 
 
 class ScoresWriter:

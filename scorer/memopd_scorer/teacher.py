@@ -27,7 +27,7 @@ from transformers.utils import logging as transformers_logging
 from memopd_scorer.attention import Backend, states_at_rows
 from memopd_scorer.plan import Layout, Pack, State, plan_states
 from memopd_scorer.signals import Head, head_of
-from memopd_trace.errors import InputError, UsageError
+from memopd_trace.errors import InputError, UsageError, first_line
 from memopd_trace.metadata import Tokenizer, TraceMetadata
 from memopd_trace.record.fingerprint import tokenizer_metadata
 
@@ -170,13 +170,32 @@ def load_model(path: str | os.PathLike[str], *, dtype: str = "float32", device: 
         raise UsageError(f"unknown dtype '{dtype}'", hint=f"one of {', '.join(DTYPES)}")
     with _load_errors(path):
         where, extra = _location(path)
-        model = AutoModelForCausalLM.from_pretrained(
-            where, dtype=DTYPES[dtype], trust_remote_code=False, use_safetensors=True, **extra
+        model, loaded = AutoModelForCausalLM.from_pretrained(
+            where,
+            dtype=DTYPES[dtype],
+            trust_remote_code=False,
+            use_safetensors=True,
+            output_loading_info=True,
+            **extra,
         )
+        _check_complete(loaded)
     try:
         return model.to(torch.device(device)).eval()
-    except (RuntimeError, AssertionError) as error:
-        raise UsageError(f"device '{device}': {str(error).splitlines()[0]}") from None
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        raise UsageError(f"device '{device}': {first_line(error)}") from None
+
+
+def _check_complete(loaded: dict[str, Any]) -> None:
+    """Weights that the file lacks would be random, and weights that the config does not know would be dropped."""
+    for kind, what in (
+        ("missing_keys", "the file has no weights for"),
+        ("mismatched_keys", "the file has weights of another shape for"),
+        ("unexpected_keys", "the config has no place for"),
+    ):
+        keys = sorted(str(k[0] if isinstance(k, tuple) else k) for k in loaded.get(kind) or ())
+        if keys:
+            more = f" and {len(keys) - 1} more" if len(keys) > 1 else ""
+            raise ValueError(f"{what} '{keys[0]}'{more}")
 
 
 def load_tokenizer(path: str | os.PathLike[str], *, vocab_size: int) -> Tokenizer:
@@ -202,20 +221,24 @@ def probe(model: PreTrainedModel, head: Head, *, backend: Literal["sdpa", "eager
     """
     dtype = next(model.parameters()).dtype
     tolerance = PROBE_TOLERANCE[dtype]
+    reach = getattr(model.config.get_text_config(), "max_position_embeddings", None) or 48
+    unit = min(12, reach // 4)
+    if unit < 3:
+        return Capability("single", f"its {reach} positions are too few to be probed", None, tolerance)
     with _small_windows(model):
-        states = _probe_states(head.size)
+        states = _probe_states(head.size, unit)
         alone = [states_at_rows(model, p, backend="native") for p in plan_states([states], layout="single")]
         _check_head(model, head, states[0], alone[0], tolerance)
         reason = _static_reason(model)
         if reason is not None:
             return Capability("single", reason, None, tolerance)
         (pack,) = plan_states([states])
-        (other,) = plan_states([_with_other_sibling(states, head.size)])
+        (other,) = plan_states([_with_other_sibling(states, head.size, unit)])
         try:
             packed = states_at_rows(model, pack, backend=backend)
             changed = states_at_rows(model, other, backend=backend)
         except (InputError, TypeError, RuntimeError, ValueError) as fault:
-            return Capability("single", str(fault).splitlines()[0], None, tolerance)
+            return Capability("single", first_line(fault), None, tolerance)
     scale = max(float(a.abs().max()) for a in alone)
     order = {s.invocation_index: i for i, s in enumerate(states)}
     error = max(
@@ -236,19 +259,20 @@ def _targets(pack: Pack, state: int) -> Tensor:
     return torch.from_numpy(pack.target_row_M[pack.target_state_M == state].astype(np.int64))
 
 
-def _probe_states(size: int) -> list[State]:
-    """A fork (0 and 1 share a prefix) and a continuation (2 extends 0), every token after the first a target."""
+def _probe_states(size: int, unit: int) -> list[State]:
+    """A fork (0 and 1 share a prefix of two units) and a continuation (2 extends 0), all after the first a target."""
     rng = np.random.default_rng(0)
-    prefix, first, second, more = (rng.integers(0, size, n) for n in (24, 12, 12, 12))
+    prefix, first, second, more = (rng.integers(0, size, n * unit) for n in (2, 1, 1, 1))
     second[0] = (first[0] + 1) % size  # the fork is at the end of the prefix, whatever was drawn
     sequences = [np.r_[prefix, first], np.r_[prefix, second], np.r_[prefix, first, more]]
     return [_probe_state(ids.astype(np.int32), i) for i, ids in enumerate(sequences)]
 
 
-def _with_other_sibling(states: list[State], size: int) -> list[State]:
+def _with_other_sibling(states: list[State], size: int, unit: int) -> list[State]:
+    """The same with other tokens in the branch of 0 and 2, behind its first."""
     ids = [s.ids.copy() for s in states]
     for changed in (0, 2):
-        ids[changed][26:] = (ids[changed][26:] + 1) % size
+        ids[changed][2 * unit + 1 :] = (ids[changed][2 * unit + 1 :] + 1) % size
     return [_probe_state(i, n) for n, i in enumerate(ids)]
 
 
@@ -301,7 +325,8 @@ def _location(path: str | os.PathLike[str]) -> tuple[str, dict[str, str]]:
     text = os.fspath(path)
     if text.endswith(".gguf"):
         return str(Path(text).parent), {"gguf_file": Path(text).name}
-    if not Path(text).exists() and (text.startswith((".", "/", "~")) or text.count("/") != 1):
+    looks_local = text.startswith((".", "/", "~")) or text.count("/") != 1 or Path(text).parent.is_dir()
+    if not Path(text).exists() and looks_local:
         raise FileNotFoundError(f"no such folder: {text}")
     return text, {}
 
@@ -326,10 +351,9 @@ def _load_errors(path: str | os.PathLike[str]) -> Iterator[None]:
     try:
         with quiet_transformers():
             yield
-    except (OSError, ValueError, KeyError, RuntimeError, ImportError, AttributeError, TypeError) as error:
-        line = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+    except Exception as error:  # parsers of files that nobody vouches for: whatever they raise, the model is at fault
         raise InputError(
-            f"model '{os.fspath(path)}' cannot be loaded: {line}",
+            f"model '{os.fspath(path)}' cannot be loaded: {first_line(error)}",
             code="E-MODEL-LOAD",
             hint="give a Transformers folder with safetensors and tokenizer files",
         ) from None

@@ -88,6 +88,7 @@ def test_a_state_that_was_not_the_true_one_is_found(toy: tuple[Path, Path], tmp_
 
     report = audit(rewritten(toy, tmp_path / "t.parquet", drop_memory), toy[0])
     assert report.recorded.max_abs > 0.1
+    assert report.lag == 0, "a mismatch is no off-by-one unless the shift explains it"
 
 
 @pytest.mark.parametrize("kind", ["raw", "tempered", "processed"])
@@ -146,10 +147,10 @@ def test_other_weights_are_seen_and_another_tokenizer_is_refused(toy: tuple[Path
 def test_segment_kinds_split_the_comparison(toy: tuple[Path, Path], tmp_path: Path) -> None:
     def label(row: Invocation) -> Invocation:
         p = len(row.prompt_ids)
-        return row.replace(segments=[Segment(p, p + 2, "thought"), Segment(p + 2, p + 6, "action")])
+        return row.replace(segments=[Segment(p, p + 2, "thought\0"), Segment(p + 2, p + 6, "[/]")])
 
     report = audit(rewritten(toy, tmp_path / "t.parquet", label), toy[0])
-    assert {k: c.tokens for k, c in report.by_segment_kind.items()} == {"thought": 24, "action": 48}
+    assert {k: c.tokens for k, c in report.by_segment_kind.items()} == {"thought\0": 24, "[/]": 48}
 
 
 def test_the_persistent_history_forgets_nothing_and_repeats_nothing() -> None:

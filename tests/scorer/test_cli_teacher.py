@@ -69,7 +69,7 @@ def test_audit_gives_a_report_and_fails_over_its_limit(
         (["score", "{trace}", "--teacher", "{empty}", "-o", "{empty}/s"], 3, "E-MODEL-LOAD"),
         (["score", "{trace}", "--teacher", "{model}", "-o", "{empty}/s", "--signal", "x"], 2, "unknown signal 'x'"),
         (["score", "{trace}", "--teacher", "{model}", "-o", "{empty}/s", "--dtype", "int8"], 2, "int8"),
-        (["score", "{trace}", "--teacher", "{model}", "-o", "{trace}"], 3, "trace.parquet"),
+        (["score", "{trace}", "--teacher", "{model}", "-o", "{trace}"], 2, "is a file"),
         (["score", "{text}", "--teacher", "{model}", "-o", "{empty}/s"], 3, "E-UNREADABLE"),
         (["audit", "{trace}", "--model", "{model}", "--against", "memory"], 2, "memory"),
     ],

@@ -242,3 +242,11 @@ def test_pairs_count_what_is_visible() -> None:
     for pack in plan(episode(call([1, 0, 0, 2], [8], output_slots=[1], visible_from=[0] * 4))):
         summary.add(pack)
     assert summary.pairs == 16  # all four see all four
+
+
+def test_groups_without_a_state_are_passed_over() -> None:
+    empty = Invocation(episode_id="a", invocation_index=0, model_id="m", prompt_ids=[], output_ids=[])
+    full = Invocation(episode_id="b", invocation_index=0, model_id="m", prompt_ids=[1], output_ids=[2])
+    (pack,) = plan([Episode("a", (empty,)), Episode("b", (full,)), Episode("a", (empty,))])
+    assert len(pack) == 2
+    assert list(plan([Episode("a", (empty,))])) == []

@@ -358,3 +358,13 @@ def test_a_trace_that_is_not_valid_is_not_scored(toy: tuple[Path, Path], tmp_pat
     with pytest.raises(InputError, match="E-LENGTH-SEQUENCE"):
         score(tmp_path / "t.parquet", teacher, tmp_path / "s")
     assert not (tmp_path / "s").exists()
+
+
+def test_scores_are_not_written_into_a_trace_or_another_folder(toy: tuple[Path, Path], tmp_path: Path) -> None:
+    teacher, trace = toy
+    write(tmp_path / "folder", read(trace).metadata, list(read(trace).iter_invocations()))
+    before = sorted(f.name for f in (tmp_path / "folder").iterdir())
+    for place in (tmp_path / "folder", teacher, trace):
+        with pytest.raises(UsageError, match=r"no run\.json|is a file"):
+            score(trace, teacher, place)
+    assert sorted(f.name for f in (tmp_path / "folder").iterdir()) == before

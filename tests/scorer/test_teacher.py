@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from helpers_scorer import PACKABLE, SIZE, growing_episode, memory_episode, save_model, tiny_model
+from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import PreTrainedModel
 
@@ -193,3 +195,55 @@ def test_a_state_longer_than_the_model_reaches_is_refused(kind: str, limit: str,
     (wide,) = plan([Episode("e", (row.replace(prompt_ids=[500]),))])
     with pytest.raises(InputError, match="104 token ids.*needs token id 500"):
         teacher.states(wide)
+
+
+@pytest.mark.parametrize("change", ["no head", "no layer", "fewer layers", "narrower"])
+def test_weights_and_config_that_do_not_fit_each_other_are_refused(change: str, tmp_path: Path) -> None:
+    folder = save_model(tiny_model("llama"), tmp_path / "model")
+    weights, config = load_file(folder / "model.safetensors"), json.loads((folder / "config.json").read_text())
+    if change == "no head":
+        del weights["lm_head.weight"]
+    elif change == "no layer":
+        weights = {k: v for k, v in weights.items() if ".layers.1." not in k}
+    elif change == "fewer layers":
+        config["num_hidden_layers"] = 2
+    else:
+        weights["model.norm.weight"] = weights["model.norm.weight"][:16].clone()
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(InputError, match="E-MODEL-LOAD") as error:
+        load(folder)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("change", [{"num_attention_heads": 0}, {"num_hidden_layers": "x"}, {"head_dim": 7}])
+def test_a_config_that_makes_no_model_is_one_line(change: dict[str, object], tmp_path: Path) -> None:
+    folder = save_model(tiny_model("llama"), tmp_path / "model")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, **change}))
+    with pytest.raises(InputError, match="E-MODEL-LOAD"):
+        load(folder)
+
+
+def test_cut_weights_are_one_line(tmp_path: Path) -> None:
+    folder = save_model(tiny_model("llama"), tmp_path / "model")
+    data = (folder / "model.safetensors").read_bytes()
+    for length in (0, 7, 100, len(data) // 2, len(data) - 1):
+        (folder / "model.safetensors").write_bytes(data[:length])
+        with pytest.raises(InputError, match="E-MODEL-LOAD"):
+            load(folder)
+
+
+def test_a_missing_local_folder_is_not_looked_for_elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "models").mkdir()
+    with pytest.raises(InputError, match="no such folder: models/teacher"):
+        load("models/teacher")
+
+
+def test_a_model_with_few_positions_is_probed_within_them() -> None:
+    model = tiny_model("gpt2")
+    model.config.n_positions = 20
+    assert probe(model, head_of(model, SIZE)).layout == "tree"
+    model.config.n_positions = 8
+    assert "too few" in probe(model, head_of(model, SIZE)).reason
