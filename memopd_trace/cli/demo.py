@@ -7,9 +7,11 @@ from typing import Any
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from memopd_trace.cli.console import notice, require, settings, stderr
+from memopd_trace.errors import printable
 
 
 def demo(
@@ -29,11 +31,11 @@ def demo(
             output,
             gguf=model,
             on_stage=lambda name, seconds: notice(f"{name:<9} {seconds:6.1f} s"),
-            on_progress=lambda text: status.update(text) if not settings.quiet else None,
+            on_progress=lambda text: status.update(_plain(text)) if not settings.quiet else None,
         )
     table = Table("what", "value", box=None, title="memopd-trace demo", title_justify="left")
     for name, value in report.rows.items():
-        table.add_row(name, _shown(value))
+        table.add_row(_plain(name), _plain(_shown(value)))
     for name, seconds in report.seconds.items():
         table.add_row(f"seconds: {name}", f"{seconds:.1f}")
     table.add_row("seconds: all", f"{sum(report.seconds.values()):.1f}")
@@ -43,6 +45,11 @@ def demo(
 def register(app: typer.Typer) -> None:
     """Add this module's command."""
     app.command()(demo)
+
+
+def _plain(text: str) -> str:
+    """Text that may hold a path or a trace's string, for a console that reads markup."""
+    return escape(printable(text, limit=None))
 
 
 def _shown(value: Any) -> str:

@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from memopd_trace.cli.console import OutputFormat, notice, progress, require
+from memopd_trace.errors import printable
 
 
 def train(
@@ -70,4 +71,5 @@ def _print_summary(result: Any) -> None:
             change = f"{before[name]:.4f} -> {after[name]:.4f} nats a token"
             console.print(f"held out {name.replace('_', ' ')}: {change}", soft_wrap=True)
     console.print(f"{result.groups} groups, {result.episodes} episodes, {result.seconds:.1f} s")
-    console.print(f"checkpoint: {result.checkpoint}", soft_wrap=True)
+    checkpoint = printable(str(result.checkpoint), limit=None)
+    console.print(f"checkpoint: {checkpoint}", soft_wrap=True, markup=False)

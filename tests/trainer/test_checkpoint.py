@@ -17,11 +17,12 @@ from helpers_trainer import Setup, make_setup
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from memopd_trace.disk import atomic_folder
-from memopd_trace.errors import InputError, UsageError
+from memopd_trace.errors import CheckFailed, InputError, UsageError
 from memopd_trace.record.fingerprint import tokenizer_fingerprint
 from memopd_trace.storage import write
 from memopd_trainer import checkpoint as checkpoint_module
 from memopd_trainer import train
+from memopd_trainer.checkpoint import write_manifest
 
 
 @pytest.fixture(scope="module")
@@ -83,9 +84,132 @@ def test_a_damaged_or_hostile_trainer_state_is_refused(setup: Setup, tmp_path: P
 
     state = result.checkpoint / "trainer_state.pt"
     state.write_bytes(pickle.dumps(Evil(), protocol=2) if content == b"evil" else content)
+    with pytest.raises(InputError, match=r"trainer_state\.pt: is not what was written"):
+        train(setup.config(output=str(tmp_path / "run"), steps=2))
+    write_manifest(result.checkpoint, 1)  # who forges the one can forge the other
     with pytest.raises(InputError, match=r"trainer_state\.pt: cannot be read"):
         train(setup.config(output=str(tmp_path / "run"), steps=2))
     assert not touched.exists()
+
+
+@pytest.fixture(scope="module")
+def one_step(setup: Setup, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The output folder of a run of one step."""
+    output = tmp_path_factory.mktemp("one") / "run"
+    train(setup.config(output=str(output), steps=1))
+    return output
+
+
+@pytest.mark.parametrize("name", ["trainer_state.pt", "model.safetensors", "config.json", "tokenizer.json"])
+def test_one_changed_byte_of_a_checkpoint_is_refused(setup: Setup, one_step: Path, tmp_path: Path, name: str) -> None:
+    file = shutil.copytree(one_step, tmp_path / "run") / "step-000001" / name
+    content = bytearray(file.read_bytes())
+    content[-20] ^= 1
+    file.write_bytes(content)
+    with pytest.raises(InputError, match=rf"{name}: is not what was written.*another folder.*or start again"):
+        train(setup.config(output=str(tmp_path / "run"), steps=2))
+    content[-20] ^= 1
+    file.write_bytes(content)
+    assert train(setup.config(output=str(tmp_path / "run"), steps=2)).resumed_from == 1
+
+
+def test_a_checkpoint_with_a_file_too_few_or_too_many_or_another_name_is_refused(
+    setup: Setup, one_step: Path, tmp_path: Path
+) -> None:
+    def resumed(name: str) -> Any:
+        return train(setup.config(output=str(tmp_path / name), steps=2))
+
+    for name in ("few", "many", "renamed", "list"):
+        shutil.copytree(one_step, tmp_path / name)
+    (tmp_path / "few/step-000001/trainer_state.pt").unlink()
+    (tmp_path / "many/step-000001/adapter_config.json").write_text("{}")
+    (tmp_path / "renamed/step-000001").rename(tmp_path / "renamed/step-000002")
+    (tmp_path / "list/step-000001/checkpoint.json").write_text("[" * 100_000)
+    for name, message in {
+        "few": r"its file 'trainer_state\.pt' is missing",
+        "many": r"adapter_config\.json: was not written with the checkpoint",
+        "renamed": r"step-000002: was written at step 1",
+        "list": r"checkpoint\.json: cannot be read",
+    }.items():
+        with pytest.raises(InputError, match=message):
+            resumed(name)
+
+
+@pytest.mark.parametrize("kind", ["empty", "foreign", "file"])
+def test_what_only_has_a_checkpoints_name_is_not_taken_for_one(
+    setup: Setup, one_step: Path, tmp_path: Path, kind: str
+) -> None:
+    other = shutil.copytree(one_step, tmp_path / "run") / "step-000009"
+    if kind == "file":
+        other.touch()
+    else:
+        other.mkdir()
+    if kind == "foreign":
+        (other / "notes.txt").write_text("mine")
+    with pytest.raises(InputError, match=r"step-000009: is no checkpoint"):
+        train(setup.config(output=str(tmp_path / "run"), steps=10))
+
+
+def forged(state: dict[str, Any], fault: str) -> dict[str, Any]:
+    moments = state["optimizer"]["state"]
+    first = next(iter(moments))
+    if fault == "identity":
+        return state | {"identity": [1]}
+    if fault == "tensors":
+        return state | {"identity": state["identity"] | {"lr": torch.zeros(2)}}
+    if fault == "no optimizer":
+        return state | {"optimizer": {}}
+    if fault == "entry":
+        moments[first] = torch.zeros(1)
+    elif fault == "index":
+        moments[10_000] = moments.pop(first)
+    elif fault == "shape":
+        moments[first]["exp_avg"] = torch.zeros(3)
+    elif fault == "sign":
+        moments[first]["exp_avg_sq"] -= 1
+    elif fault == "other model":
+        state["shapes"] = state["shapes"][1:]
+    return state
+
+
+@pytest.mark.parametrize(
+    "fault", ["identity", "tensors", "no optimizer", "entry", "index", "shape", "sign", "other model"]
+)
+def test_a_forged_trainer_state_is_refused(setup: Setup, one_step: Path, tmp_path: Path, fault: str) -> None:
+    folder = shutil.copytree(one_step, tmp_path / "run") / "step-000001"
+    state = torch.load(folder / "trainer_state.pt", weights_only=True)
+    torch.save(forged(state, fault), folder / "trainer_state.pt")
+    write_manifest(folder, 1)
+    with pytest.raises(InputError, match=r"trainer_state\.pt: (cannot be read|is not of the model)"):
+        train(setup.config(output=str(tmp_path / "run"), steps=2))
+
+
+def test_weights_that_are_not_finite_are_not_saved(setup: Setup, tmp_path: Path) -> None:
+    config = setup.config(output=str(tmp_path / "run"), steps=1, lr=1e200, weight_decay=1e200)
+    with pytest.raises(CheckFailed, match=r"step 1: the weights are not finite \('"):
+        train(config)
+    assert sorted(p.name for p in (tmp_path / "run").iterdir()) == [".lock", "metrics.jsonl"]
+
+
+def test_the_weights_can_be_read_by_whoever_can_read_the_configuration(one_step: Path) -> None:
+    modes = {f.name: f.stat().st_mode for f in (one_step / "step-000001").iterdir()}
+    assert "model.safetensors" in modes and len(set(modes.values())) == 1
+
+
+@pytest.mark.parametrize(
+    "line",
+    [b"\xff\xfe", b'{"step": 1e999}', b'{"step": 1.5}', b"[" * 100_000, b"[]", b'{"step": 0, "held_out_data": "x"}'],
+    ids=["binary", "infinite", "fraction", "deep", "list", "held out"],
+)
+def test_metrics_that_a_run_did_not_write_are_refused(
+    setup: Setup, one_step: Path, tmp_path: Path, line: bytes
+) -> None:
+    output = shutil.copytree(one_step, tmp_path / "run")
+    with (output / "metrics.jsonl").open("ab") as out:
+        out.write(line + b"\n")
+    with pytest.raises(InputError, match=r"metrics\.jsonl: not a line of metrics") as caught:
+        train(setup.config(output=str(output), steps=2))
+    assert len(str(caught.value)) < 400
 
 
 def test_a_checkpoint_is_a_model_folder_and_only_the_newest_can_be_gone_on_from(setup: Setup, tmp_path: Path) -> None:
@@ -114,7 +238,7 @@ def test_a_checkpoint_has_every_file_of_the_student_but_its_weights(setup: Setup
     result = train(setup.config(student=str(student), output=str(tmp_path / "run"), steps=1))
     assert {n: (result.checkpoint / n).read_bytes() for n in kept} == kept
     there = {str(f.relative_to(result.checkpoint)) for f in result.checkpoint.rglob("*") if f.is_file()}
-    assert there - {*kept, "trainer_state.pt"} == {f.name for f in setup.student.iterdir()}
+    assert there - {*kept, "trainer_state.pt", "checkpoint.json"} == {f.name for f in setup.student.iterdir()}
     for name in ("tokenizer.json", "tokenizer_config.json"):
         assert (result.checkpoint / name).read_bytes() == (setup.student / name).read_bytes()
 

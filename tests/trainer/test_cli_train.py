@@ -113,6 +113,19 @@ def test_notices_go_to_stderr_and_quiet_silences_them(
         (["device=nonsense"], 2, "nonsense"),
         (["scores=null"], 2, "there are no scores"),
         (["ppo.weight=0", "divergence.weight=0"], 2, "nothing to train on"),
+        (["lr=2024-13-45"], 2, "the value is not YAML"),
+        (["lr=!!int ''"], 2, "the value is not YAML"),
+        (["lr=!!float zz"], 2, "the value is not YAML"),
+        (["lr=!!bool zz"], 2, "the value is not YAML"),
+        (["lr=!!timestamp zz"], 2, "the value is not YAML"),
+        (["steps=" + "9" * 5000], 2, "the value is not YAML"),
+        (["steps=0x" + "f" * 5000], 2, "steps: "),
+        (["lr=0x" + "f" * 5000], 2, "lr: "),
+        (["steps=" + "[" * 5000], 2, "the value is not YAML"),
+        (["steps=[&a 1, *a]"], 2, "no aliases"),
+        (["seed=18446744073709551616"], 2, "seed: "),
+        (["output=\"a\\0b\""], 2, "output: "),
+        (["output=\"a\\ud800b\""], 2, "output: "),
         (["trace=nowhere.parquet"], 3, "E-NO-INPUT"),
         (["scores=nowhere"], 3, "E-NO-INPUT"),
         (["student=./nowhere"], 3, "E-MODEL-LOAD"),
@@ -124,7 +137,7 @@ def test_each_fault_is_one_line_with_its_exit_code(
 ) -> None:
     assert run(["train", str(config_file), *arguments]) == code
     out, err = capsys.readouterr()
-    assert out == "" and len(lines(err)) == 1 and message in err, err
+    assert out == "" and len(lines(err)) == 1 and len(err) < 800 and message in err, err
 
 
 @pytest.mark.parametrize(
@@ -136,8 +149,13 @@ def test_each_fault_is_one_line_with_its_exit_code(
         (b"- 1\n- 2\n", "expected keys and values, got list"),
         (b"!!python/object/apply:os.system ['true']", "not a YAML or JSON file"),
         (b"[" * 5_000, "not a YAML or JSON file"),
+        (b"lr: 2024-13-45", "not a YAML or JSON file"),
+        (
+            b"a0: &a0 [x, x]\n" + b"".join(b"a%d: &a%d [*a%d, *a%d]\n" % (i, i, i - 1, i - 1) for i in range(1, 30)),
+            "alias",
+        ),
     ],
-    ids=["missing", "binary", "broken", "list", "code", "deep"],
+    ids=["missing", "binary", "broken", "list", "code", "deep", "date", "bomb"],
 )
 def test_a_configuration_that_cannot_be_read_exits_3(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], content: bytes | None, message: str
@@ -196,3 +214,19 @@ def test_a_missing_key_and_a_huge_file_are_refused(tmp_path: Path) -> None:
     (tmp_path / "big.yaml").write_bytes(b" " * (2**20 + 1))
     with pytest.raises(InputError, match="at most 1048576"):
         load_config(tmp_path / "big.yaml")
+    with pytest.raises(InputError, match="at most 1048576"):
+        load_config("/dev/zero")
+
+
+def test_a_path_with_brackets_is_printed_as_it_is(
+    setup: Setup, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(["train", str(write_config(setup, tmp_path)), f"output={tmp_path}/[bold]run", "steps=1"]) == 0
+    assert f"checkpoint: {tmp_path}/[bold]run/step-000001" in capsys.readouterr().out
+
+
+def test_a_demo_folder_with_an_empty_model_is_a_usage_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "models/teacher").mkdir(parents=True)
+    assert run(["demo", "-o", str(tmp_path)]) == 2
+    err = lines(capsys.readouterr().err)
+    assert len(err) == 1 and "holds no model (no config.json)" in err[0]

@@ -44,6 +44,7 @@ def test_a_student_is_its_teacher_with_layers_skipped(kind: str, tmp_path: Path)
     drop_layers(save(teacher, tmp_path / "teacher"), [0, 2, 3], tmp_path / "student")
     student = AutoModelForCausalLM.from_pretrained(tmp_path / "student").eval()
     assert student.config.num_hidden_layers == 3
+    assert len({f.stat().st_mode for f in (tmp_path / "student").iterdir() if f.is_file()}) == 1, "all readable alike"
     layers = teacher.transformer.h if kind == "gpt2" else teacher.model.layers
     layers[1] = Skip()
     np.testing.assert_allclose(logits(student), logits(teacher), rtol=0, atol=1e-5)

@@ -426,6 +426,24 @@ def test_a_lone_episode_has_no_advantage_and_is_counted(tmp_path: Path) -> None:
     assert train(setup.config(steps=1)).episodes_alone == 1
 
 
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("fault", ["forced", "rejected"])
+def test_a_group_without_any_trained_token_trains_nothing(tmp_path: Path, layout: str, fault: str) -> None:
+    """A step of that group alone has no loss and no gradient; a step with another one trains that."""
+    episodes = rewarded_groups(groups=2)
+    changes = {"forced": {"output_sampled": [False] * 6}, "rejected": {"accepted": False}}[fault]
+    untrained = [Episode(e.episode_id, (e.invocations[0].replace(**changes),)) for e in episodes[:2]]
+    setup = make_setup(tmp_path, [*untrained, *episodes[2:]])
+    seen: list[StepMetrics] = []
+    train(setup.config(steps=2, groups_per_step=1, layout=layout), on_step=seen.append)
+    assert sorted((m.trained_tokens, m.loss != 0, m.grad_norm > 0) for m in seen) == [
+        (0, False, False),
+        (24, True, True),
+    ]
+    both = train(setup.config(steps=1, output=str(tmp_path / "both"), layout=layout))
+    assert both.last is not None and both.last.trained_tokens == 24
+
+
 def test_held_out_divergence_equals_the_formulas(setup: Setup) -> None:
     student = exact(setup.student)
     measured = evaluate_kl(student, setup.trace, setup.scores, max_tokens=60)

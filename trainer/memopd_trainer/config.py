@@ -9,17 +9,31 @@ import difflib
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Annotated, Any, Literal, get_args
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from memopd_scorer.plan import Layout
-from memopd_trace.errors import InputError, UsageError
+from memopd_trace.errors import InputError, UsageError, printable
 from memopd_trace.metadata import first_error
 from memopd_trainer.losses import DivergenceKind
 
 MAX_CONFIG_BYTES = 2**20
+# What PyYAML raises for text that it does not take: its own error, or whatever a converter of a scalar met.
+_YAML_FAULTS = (yaml.YAMLError, ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError)
+
+
+def _usable_path(value: str) -> str:
+    """Refuse what no system call takes."""
+    if "\0" in value:
+        raise ValueError("a path holds no NUL character")
+    os.fsencode(value)  # a lone surrogate raises
+    return value
+
+
+Place = Annotated[str, AfterValidator(_usable_path)]
+Count = Annotated[int, Field(gt=0, lt=2**63)]
 
 
 class _Section(BaseModel):
@@ -45,8 +59,8 @@ class PolicyConfig(_Section):
 class HeldOut(_Section):
     """Rollouts that are only measured, before and after."""
 
-    trace: str
-    scores: str
+    trace: Place
+    scores: Place
 
 
 class TrainConfig(_Section):
@@ -57,24 +71,24 @@ class TrainConfig(_Section):
     the weights: with bfloat16 a learning rate of 1e-6 is lost in rounding. `save_every` null = at the end.
     """
 
-    student: str
-    trace: str
-    scores: str | None = None
-    output: str
-    steps: int = Field(gt=0)
-    groups_per_step: int | None = Field(None, gt=0)
+    student: Place
+    trace: Place
+    scores: Place | None = None
+    output: Place
+    steps: Count
+    groups_per_step: Count | None = None
     lr: float = Field(1e-6, ge=0)
     weight_decay: float = Field(0.0, ge=0)
-    warmup_steps: int = Field(0, ge=0)
+    warmup_steps: int = Field(0, ge=0, lt=2**63)
     grad_clip: float = Field(1.0, gt=0)
     divergence: DivergenceConfig = DivergenceConfig()
     ppo: PolicyConfig = PolicyConfig()
-    max_tokens: int = Field(8192, gt=0)
+    max_tokens: Count = 8192
     layout: Layout = "tree"
     dtype: Literal["float32", "bfloat16", "float64"] = "float32"
     device: str = "cpu"
-    seed: int = Field(0, ge=0)
-    save_every: int | None = Field(50, gt=0)
+    seed: int = Field(0, ge=0, lt=2**64)
+    save_every: Count | None = 50
     held_out: HeldOut | None = None
 
     @model_validator(mode="after")
@@ -95,12 +109,17 @@ def load_config(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> 
     """
     file = Path(path)
     try:
-        if file.stat().st_size > MAX_CONFIG_BYTES:
-            raise InputError(f"{file}: {file.stat().st_size} bytes, a configuration has at most {MAX_CONFIG_BYTES}")
-        data = yaml.safe_load(file.read_text())
+        with file.open("rb") as source:
+            raw = source.read(MAX_CONFIG_BYTES + 1)
     except FileNotFoundError:
         raise InputError(f"{file}: no such file") from None
-    except (OSError, UnicodeDecodeError, yaml.YAMLError, RecursionError) as error:
+    except (OSError, ValueError) as error:  # ValueError: a NUL in the name
+        raise InputError(f"{file}: cannot be read: {_one_line(error)}") from None
+    if len(raw) > MAX_CONFIG_BYTES:
+        raise InputError(f"{file}: too large, a configuration has at most {MAX_CONFIG_BYTES} bytes")
+    try:
+        data = _read_yaml(raw.decode())
+    except _YAML_FAULTS as error:
         raise InputError(f"{file}: not a YAML or JSON file: {_one_line(error)}") from None
     if not isinstance(data, dict):
         raise InputError(f"{file}: expected keys and values, got {type(data).__name__}")
@@ -119,25 +138,28 @@ def parse_config(data: Mapping[str, Any], *, where: str = "configuration") -> Tr
     try:
         return TrainConfig.model_validate(data)
     except ValidationError as error:
-        raise UsageError(f"{where}: {first_error(error)}") from None
+        raise UsageError(f"{where}: {_first_fault(error)}") from None
+    except (TypeError, OverflowError, RecursionError) as error:
+        raise UsageError(f"{where}: a value does not fit: {_one_line(error)}") from None
 
 
 def _apply(data: dict[str, Any], override: str) -> None:
     key, equals, text = override.partition("=")
     parts = key.split(".")
+    shown = printable(override)
     if not equals or not all(parts):
-        raise UsageError(f"'{override}' is not key=value", hint="for example lr=1e-5 or ppo.clip=0.1")
+        raise UsageError(f"'{shown}' is not key=value", hint="for example lr=1e-5 or ppo.clip=0.1")
     try:
-        value = yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        raise UsageError(f"'{override}': the value is not YAML: {_one_line(error)}") from None
+        value = _read_yaml(text)
+    except _YAML_FAULTS as error:
+        raise UsageError(f"'{shown}': the value is not YAML: {_one_line(error)}") from None
     place: Any = data
     for part in parts[:-1]:
         if place.get(part) is None:
             place[part] = {}
         place = place[part]
         if not isinstance(place, dict):
-            raise UsageError(f"'{override}': '{part}' is a value, it has no keys below it")
+            raise UsageError(f"'{shown}': '{printable(part)}' is a value, it has no keys below it")
     place[parts[-1]] = value
 
 
@@ -147,7 +169,7 @@ def _refuse_unknown(data: Mapping[str, Any], model: type[BaseModel], prefix: str
         if key not in known:
             near = difflib.get_close_matches(str(key), known, n=1)
             hint = f"did you mean '{prefix}{near[0]}'?" if near else f"known: {', '.join(known)}"
-            raise UsageError(f"{where}: unknown key '{prefix}{key}'", hint=hint)
+            raise UsageError(f"{where}: unknown key '{printable(f'{prefix}{key}')}'", hint=hint)
         section = _section_of(model.model_fields[key].annotation)
         if section is not None and isinstance(value, Mapping):
             _refuse_unknown(value, section, f"{prefix}{key}.", where)
@@ -159,5 +181,28 @@ def _section_of(annotation: Any) -> type[BaseModel] | None:
     return next((k for k in kinds if isinstance(k, type) and issubclass(k, BaseModel)), None)
 
 
+class _Loader(yaml.SafeLoader):
+    """Safe YAML without aliases: ten levels of them make a value too large to look at."""
+
+    def compose_node(self, parent: Any, index: Any) -> Any:
+        if self.check_event(yaml.AliasEvent):
+            mark = self.peek_event().start_mark
+            raise yaml.composer.ComposerError(None, None, "a configuration has no aliases (*name)", mark)
+        return super().compose_node(parent, index)
+
+
+def _read_yaml(text: str) -> Any:
+    return yaml.load(text, _Loader)
+
+
+def _first_fault(error: ValidationError) -> str:
+    """`first_error`, also where the value cannot be shown: an integer of too many digits, a list nested too deep."""
+    try:
+        return first_error(error)
+    except (ValueError, RecursionError):
+        fault = error.errors(include_url=False, include_input=False)[0]
+        return f"{'.'.join(str(part) for part in fault['loc'])}: {fault['msg'].lower()}"
+
+
 def _one_line(error: Exception) -> str:
-    return " ".join(str(error).split())
+    return printable(" ".join(str(error).split()), 400)

@@ -23,7 +23,7 @@ from memopd_scorer.auditing import audit
 from memopd_scorer.scoring import score
 from memopd_scorer.teacher import load, load_model
 from memopd_trace.disk import atomic_file
-from memopd_trace.errors import UsageError
+from memopd_trace.errors import InputError, UsageError, first_line
 from memopd_trace.invocation import Sampling
 from memopd_trace.storage import TraceReader
 from memopd_trace.validate import require_valid
@@ -90,8 +90,10 @@ def demo(
             on_progress("unpacking the model")
             export_gguf(gguf or find_demo_gguf(), teacher_dir)
         if not student_dir.exists():
-            layers = AutoConfig.from_pretrained(teacher_dir).num_hidden_layers
-            drop_layers(teacher_dir, layers // 2, student_dir)
+            _check_model(teacher_dir)
+            drop_layers(teacher_dir, _layer_count(teacher_dir) // 2, student_dir)
+        for model_dir in (teacher_dir, student_dir):
+            _check_model(model_dir)
     with report.stage("rollouts", on_stage):
         rollouts = {split: _rollouts(out, student_dir, split, on_progress) for split in ("train", "held_out")}
     with report.stage("validate", on_stage):
@@ -119,6 +121,19 @@ def demo(
     with atomic_file(out / REPORT) as sink:
         sink.write(json.dumps(report.to_json(), indent=1).encode())
     return report
+
+
+def _check_model(folder: Path) -> None:
+    """Refuse a folder that something else than the demo has made or emptied."""
+    if not (folder / "config.json").is_file():
+        raise UsageError(f"{folder}: holds no model (no config.json)", hint="remove the folder and run the demo again")
+
+
+def _layer_count(folder: Path) -> int:
+    try:
+        return int(AutoConfig.from_pretrained(folder).num_hidden_layers)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise InputError(f"{folder}: cannot be loaded: {first_line(error)}", code="E-MODEL-LOAD") from None
 
 
 def _rollouts(out: Path, student_dir: Path, split: Split, on_progress: Callable[[str], None]) -> Path:

