@@ -16,6 +16,8 @@ import pyarrow.compute as pc
 
 from memopd_trace.schema import TRACE_COLUMNS, Column, type_name
 
+FIRST_SECOND, LAST_SECOND = -62_135_596_800, 253_402_300_799  # of the years 1 and 9999, from 1970
+
 
 class MisfitError(ValueError):
     """A column that cannot be read as its declared type; `expected` and `actual` are type names."""
@@ -77,6 +79,8 @@ def conform(array: pa.Array, target: pa.DataType) -> pa.Array:
     Raises:
         MisfitError: when the types differ in a way that is not mere encoding, or a null stands where none may.
     """
+    if pa.types.is_timestamp(target) and pa.types.is_timestamp(array.type) and array.type.tz is not None:
+        return _timestamp(array, target)
     if array.type.equals(target) and not _may_hide_nulls(target):
         return array
     if pa.types.is_null(array.type):
@@ -93,8 +97,6 @@ def conform(array: pa.Array, target: pa.DataType) -> pa.Array:
         return _list(array, target)
     if pa.types.is_struct(target):
         return _struct(array, target)
-    if pa.types.is_timestamp(target) and pa.types.is_timestamp(array.type) and array.type.tz is not None:
-        return pc.cast(array, target, safe=False)
     if pa.types.is_fixed_size_binary(target):
         return _fixed_binary(array, target)
     if array.type.equals(target):
@@ -186,6 +188,18 @@ def _map(array: pa.Array, target: pa.DataType) -> pa.Array:
         valid = np.append(np.asarray(pairs.is_valid()), True)
         offsets = pa.array(np.asarray(offsets), mask=~valid)
     return pa.MapArray.from_arrays(offsets, keys, values)
+
+
+def _timestamp(array: pa.Array, target: pa.DataType) -> pa.Array:
+    """Any unit; a time that no `datetime` can hold does not fit."""
+    per_second = {"s": 1, "ms": 10**3, "us": 10**6, "ns": 10**9}[array.type.unit]
+    ticks = array.view(pa.int64()).fill_null(0).to_numpy(zero_copy_only=False)
+    seconds = ticks // per_second
+    beyond = np.flatnonzero((seconds < FIRST_SECOND) | (seconds > LAST_SECOND))
+    if len(beyond):
+        detail = f"a time before year 1 or after year 9999 in row {beyond[0]} of a batch"
+        raise MisfitError(type_name(target), type_name(array.type), detail)
+    return pc.cast(array, target, safe=False)
 
 
 def _fixed_binary(array: pa.Array, target: pa.DataType) -> pa.Array:

@@ -7,6 +7,7 @@ import hashlib
 import os
 import secrets
 import shutil
+import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,8 +17,21 @@ from memopd_trace.errors import UsageError
 
 
 @contextmanager
-def atomic_file(path: Path) -> Iterator[IO[bytes]]:
-    """A file open for writing under a temporary name; synced and renamed on leaving, removed on an exception."""
+def atomic_file(path: Path, *, new: bool = False) -> Iterator[IO[bytes]]:
+    """A file open for writing under a temporary name; synced and renamed on leaving, removed on an exception.
+
+    A symlink stays: what it leads to is written. A device or a FIFO stays too: it is opened and written through,
+    and what was written before an exception cannot be taken back. With `new` nothing is ever replaced: if the name
+    is taken on leaving, the finished file is kept beside it under a name that the error tells.
+
+    Raises:
+        UsageError: `path` is a folder, or a symlink that leads in a circle; with `new`, it is there on leaving.
+    """
+    if is_node(path):
+        with path.open("wb") as out:
+            yield out
+        return
+    path = regular_target(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
     try:
@@ -25,11 +39,57 @@ def atomic_file(path: Path) -> Iterator[IO[bytes]]:
             yield out
             out.flush()
             os.fsync(out.fileno())
-        temporary.replace(path)
+        if new:
+            _publish_new(temporary, path)
+        else:
+            temporary.replace(path)
         sync_folder(path.parent)
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
+
+
+def is_node(path: Path) -> bool:
+    """Whether `path` (or what it links to) is neither a regular file nor a folder: a device, a FIFO, a socket."""
+    try:
+        mode = path.stat().st_mode
+    except OSError:
+        return False
+    return not stat.S_ISREG(mode) and not stat.S_ISDIR(mode)
+
+
+def regular_target(path: Path) -> Path:
+    """The path with symlinks followed, if a regular file is or can be there.
+
+    Raises:
+        UsageError: it is a folder, or a symlink that leads in a circle.
+    """
+    real = Path(os.path.realpath(path))
+    if real.is_symlink():
+        raise UsageError(f"{path}: a symlink that leads in a circle", hint="remove it or write elsewhere")
+    if real.is_dir():
+        raise UsageError(f"{path}: is a folder, and a file is to be written", hint="give the name of a file")
+    return real
+
+
+def _publish_new(temporary: Path, path: Path) -> None:
+    """Give a finished file its name unless the name is taken; a rename would replace what is there."""
+    try:
+        try:
+            os.link(temporary, path)
+        except FileExistsError:
+            raise
+        except OSError:  # a file system without hard links: reserve the name, then fill it
+            path.touch(exist_ok=False)
+            temporary.replace(path)
+    except FileExistsError:
+        kept = path.with_name(f"{path.stem}.{secrets.token_hex(4)}{path.suffix}")
+        temporary.rename(kept)
+        raise UsageError(
+            f"{path}: exists already, written by another meanwhile; it was left as it is, this one is {kept.name}",
+            hint="rename it, or write elsewhere",
+        ) from None
+    temporary.unlink(missing_ok=True)
 
 
 @contextmanager

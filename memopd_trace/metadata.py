@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import re
+import reprlib
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
@@ -18,6 +19,9 @@ from memopd_trace.schema import FEATURES, SPEC_VERSION
 KEY = b"memopd_trace"
 SCORES_KEY = b"memopd_trace_scores"
 MAX_METADATA_BYTES = 16 * 2**20
+
+Id = Annotated[int, Field(ge=-(2**31), lt=2**31)]  # what an int32 column can hold; rules say what is no id
+Count = Annotated[int, Field(ge=0, le=2**15)]  # of layers or experts: expert ids are int16
 
 
 def _version(text: str) -> str:
@@ -41,12 +45,12 @@ class Tokenizer(_Model):
     """What the ids mean. `size` counts real ids; `vocab_size` is the model's padded width."""
 
     fingerprint: str
-    size: int = Field(gt=0)
-    vocab_size: int = Field(gt=0)
-    bos_id: int | None = None
-    eos_ids: list[int] = []
-    pad_id: int | None = None
-    stop_ids: list[int] = []
+    size: int = Field(gt=0, lt=2**31)
+    vocab_size: int = Field(gt=0, lt=2**31)
+    bos_id: Id | None = None
+    eos_ids: list[Id] = []
+    pad_id: Id | None = None
+    stop_ids: list[Id] = []
     chat_template_digest: str | None = None
 
 
@@ -67,9 +71,9 @@ class Model(_Model):
     dtype: str | None = None
     tokenizer: Tokenizer
     policies: dict[str, Policy] = {}
-    num_moe_layers: int | None = None
-    experts_per_token: int | None = None
-    num_experts: int | None = None
+    num_moe_layers: Count | None = None
+    experts_per_token: Count | None = None
+    num_experts: Count | None = None
 
 
 class Gap(_Model):
@@ -152,6 +156,22 @@ def spec_version_of(text: str) -> tuple[int, int]:
     return int(major), int(minor)
 
 
+class _Short(reprlib.Repr):
+    """A value in a few words, at a cost that does not grow with it: what is shown may hold itself many times over."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.maxlevel = self.maxlist = self.maxtuple = self.maxset = self.maxdict = 2
+        self.maxstring = self.maxother = 60
+
+    def repr_int(self, x: int, level: int) -> str:
+        """Python refuses to print a very long one."""
+        return repr(x) if x.bit_length() < 200 else f"a number of {x.bit_length()} bits"
+
+
+_SHORT = _Short()
+
+
 def first_error(error: Exception) -> str:
     """The first fault of a pydantic error as one line: where, what, and the value."""
     if not isinstance(error, ValidationError):
@@ -159,7 +179,7 @@ def first_error(error: Exception) -> str:
     fault: Any = error.errors(include_url=False)[0]
     place = ".".join(str(part) for part in fault["loc"]) or "document"
     more = f" (and {error.error_count() - 1} more)" if error.error_count() > 1 else ""
-    value = "" if fault["type"] in ("missing", "json_invalid") else f", got {str(fault.get('input'))[:60]!r}"
+    value = "" if fault["type"] in ("missing", "json_invalid") else f", got {_SHORT.repr(fault.get('input'))}"
     return f"{place}: {fault['msg'].lower()}{value}{more}"
 
 

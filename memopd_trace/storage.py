@@ -2,20 +2,18 @@
 
 Reading streams record batches, so memory does not grow with the trace; writing goes to a temporary name that
 is synced and renamed, so a file under its final name is whole. A folder without `manifest.json` is incomplete.
-
-Writer defaults (measured, see `benchmarks/storage.py`): zstd level 3, no dictionary encoding on id columns and
-16 MiB pages, so that the repeated prompts of a growing history compress to little more than the new tokens.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import stat
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -23,34 +21,25 @@ import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from memopd_trace.conform import Misfit, conform_batch
-from memopd_trace.disk import atomic_file, file_sha256, sync_folder
+from memopd_trace.disk import atomic_file, is_node, regular_target, sync_folder
 from memopd_trace.errors import InputError, UsageError, first_line
 from memopd_trace.invocation import (
     ITEM_COLUMNS,
     Episode,
     Invocation,
-    batch_from_invocations,
     group_episodes,
     invocations_from_batch,
     item_counts,
 )
 from memopd_trace.metadata import TraceMetadata, parse_metadata
-from memopd_trace.schema import TRACE_COLUMNS, arrow_schema
+from memopd_trace.parts import SUFFIXES, Part
+from memopd_trace.schema import arrow_schema
 
-Format = Literal["parquet", "ipc"]
-SUFFIXES: dict[str, Format] = {".parquet": "parquet", ".arrow": "ipc", ".ipc": "ipc", ".feather": "ipc"}
 MANIFEST = "manifest.json"
 TOKENS_PER_BATCH = 4 * 2**20  # 16 MiB of int32 ids: one data page
 ITEMS_PER_BATCH = 64 * 2**20  # of any other list, map or text: 128 MiB of int16 expert ids
 ROWS_PER_BATCH = 16384
 READ_ROWS = 512
-PARQUET_OPTIONS: dict[str, Any] = {
-    "compression": "zstd",
-    "compression_level": 3,
-    "use_dictionary": [c.name for c in TRACE_COLUMNS if pa.types.is_dictionary(c.type)],
-    "data_page_size": 16 * 2**20,
-    "write_page_checksum": True,
-}
 
 
 class TraceReader:
@@ -111,10 +100,13 @@ class TraceWriter:
 
     The format follows the path's suffix (`.parquet`, `.arrow`, `.ipc`, `.feather`; a path without one is a
     folder). Rows must come episode by episode, indices 0, 1, 2…; missing state digests are computed. Used as a
-    context manager: leaving it by an exception leaves nothing under the final name.
+    context manager: leaving it by an exception leaves nothing under the final name. A new folder is made at once,
+    so that a second writer of it is refused before it has anything to lose; a second writer of one new file is
+    refused when it closes, and its file kept under the name that the error tells.
 
     Raises:
-        UsageError: an unknown suffix, rows out of order, or an existing target (unless `overwrite`).
+        UsageError: an unknown suffix, rows out of order, an existing target (unless `overwrite`), a target that is
+            no file (or no folder), or a writer that is closed or has failed.
     """
 
     def __init__(
@@ -131,9 +123,10 @@ class TraceWriter:
                 f"{self.path}: unknown suffix '{self.path.suffix}'",
                 hint=f"use one of {', '.join(SUFFIXES)}, or no suffix for a folder",
             )
-        if not overwrite and self.path.exists():
-            raise UsageError(f"{self.path}: exists already", hint="remove it or write elsewhere")
         self._folder = not self.path.suffix
+        self._new = not overwrite
+        self._check_target()
+        self._closed, self._failure = False, ""
         self._schema = arrow_schema("trace", metadata.to_schema_metadata())
         self._rows_per_part = rows_per_part
         self._buffer: list[Invocation] = []
@@ -141,8 +134,10 @@ class TraceWriter:
         self._items = np.zeros(len(ITEM_COLUMNS), np.int64)
         self._last: Invocation | None = None
         self._done: set[str] = set()
-        self._part: _Part | None = None
+        self._part: Part | None = None
         self._parts: list[dict[str, Any]] = []
+        if self._folder and self._new:
+            self._make_folder()
 
     def __enter__(self) -> TraceWriter:
         return self
@@ -152,11 +147,12 @@ class TraceWriter:
     ) -> None:
         if kind is None:
             self.close()
-        elif self._part is not None:
-            self._part.abort()
+        else:
+            self._abandon()
 
     def write(self, invocation: Invocation) -> None:
         """Add one row."""
+        self.must_be_open()
         self._check_order(invocation)
         tokens = len(invocation.prompt_ids) + len(invocation.output_ids)
         items = item_counts(invocation)
@@ -174,7 +170,15 @@ class TraceWriter:
             self.write(invocation)
 
     def close(self) -> None:
-        """Write what is buffered, sync, and put the file (or the manifest) in place."""
+        """Write what is buffered, sync, and put the file (or the manifest) in place. A second time does nothing.
+
+        Raises:
+            UsageError: an earlier write or close failed; the trace is not there.
+            OSError: the disk is full or failed; what was written is removed and has to be written again.
+        """
+        if self._closed and not self._failure:
+            return
+        self.must_be_open()
         self._flush(last=True)
         if self._folder:
             self._remove_other_parts()
@@ -188,6 +192,44 @@ class TraceWriter:
             }
             with atomic_file(self.path / MANIFEST) as out:
                 out.write(json.dumps(manifest, indent=1).encode())
+        self._closed = True
+
+    def must_be_open(self) -> None:
+        """Raises:
+        UsageError: the writer is closed, or an earlier write or close failed.
+        """
+        if self._failure:
+            raise UsageError(
+                f"{self.path}: writing failed before ({self._failure}); this trace is not there",
+                hint="write it again with a new writer",
+            )
+        if self._closed:
+            raise UsageError(f"{self.path}: the writer is closed", hint="write all rows before close()")
+
+    def _check_target(self) -> None:
+        if self._new and self.path.exists():
+            raise UsageError(f"{self.path}: exists already", hint="remove it or write elsewhere")
+        if is_node(self.path) or (self._folder and self.path.is_file()):
+            what = "folder" if self._folder else "regular file"
+            raise UsageError(f"{self.path}: is no {what}", hint="write elsewhere")
+        if not self._folder:
+            regular_target(self.path)
+
+    def _make_folder(self) -> None:
+        try:
+            self.path.mkdir(parents=True)
+        except FileExistsError:
+            raise UsageError(f"{self.path}: exists already", hint="remove it or write elsewhere") from None
+
+    def _abandon(self) -> None:
+        """After an exception: no temporary file stays, nor the new folder if it is empty."""
+        self._closed = True
+        if self._part is not None:
+            self._part.abort()
+            self._part = None
+        if self._folder and self._new:
+            with suppress(OSError):
+                self.path.rmdir()
 
     def _remove_manifest(self) -> None:
         """Before the first new part: a folder being overwritten is incomplete until it is whole again."""
@@ -215,11 +257,20 @@ class TraceWriter:
         self._last = new
 
     def _flush(self, last: bool = False) -> None:
+        try:
+            self._flush_part(last)
+        except BaseException as error:  # the rows that the part held are gone with it
+            self._part, self._failure = None, first_line(error)
+            self._abandon()
+            raise
+
+    def _flush_part(self, last: bool) -> None:
         if self._part is None and (self._buffer or not self._parts):
             if self._folder and not self._parts:
                 self._remove_manifest()
             name = self.path / f"part-{len(self._parts):05d}.parquet" if self._folder else self.path
-            self._part = _Part(name, self._schema, SUFFIXES[name.suffix])
+            new = self._new and not self._folder
+            self._part = Part(name, self._schema, SUFFIXES[name.suffix], new)
         if self._part is None:
             return
         if self._buffer:
@@ -236,57 +287,6 @@ class TraceWriter:
     def _part_is_full(self) -> bool:
         written = self._part.rows if self._part is not None else 0
         return self._folder and written + len(self._buffer) >= self._rows_per_part
-
-
-class _Part:
-    """One file being written under a temporary name."""
-
-    def __init__(self, path: Path, schema: pa.Schema, file_format: Format) -> None:
-        self.path, self.rows = path, 0
-        self._episodes: set[str] = set()
-        self._schema = schema
-        self._context = atomic_file(path)
-        self._sink = self._context.__enter__()
-        if file_format == "parquet":
-            self._writer: Any = pq.ParquetWriter(self._sink, schema, **PARQUET_OPTIONS)
-        else:
-            options = pa.ipc.IpcWriteOptions(compression=pa.Codec("zstd", compression_level=3), unify_dictionaries=True)
-            self._writer = pa.ipc.new_file(self._sink, schema, options=options)
-
-    def write(self, invocations: list[Invocation]) -> None:
-        try:
-            batch = batch_from_invocations(invocations)
-            table = pa.Table.from_batches([batch]).cast(self._schema)
-            if isinstance(self._writer, pq.ParquetWriter):
-                self._writer.write_table(table, row_group_size=len(invocations))
-            else:
-                self._writer.write_table(table)
-        except BaseException:
-            self.abort()
-            raise
-        self.rows += len(invocations)
-        self._episodes.update(i.episode_id for i in invocations)
-
-    def close(self) -> dict[str, Any]:
-        try:
-            self._writer.close()
-        except BaseException as error:
-            self._context.__exit__(type(error), error, None)
-            raise
-        self._context.__exit__(None, None, None)
-        return {
-            "name": self.path.name,
-            "rows": self.rows,
-            "episodes": len(self._episodes),
-            "sha256": file_sha256(self.path),
-        }
-
-    def abort(self) -> None:
-        if isinstance(self._writer, pq.ParquetWriter):
-            self._writer.is_open = False  # or it would write a footer into the closed file when collected
-        stop = KeyboardInterrupt()
-        with suppress(KeyboardInterrupt):
-            self._context.__exit__(type(stop), stop, None)
 
 
 def read(path: str | os.PathLike[str]) -> TraceReader:
@@ -311,13 +311,20 @@ def trace_files(path: Path) -> list[Path]:
     """The files of a trace, in order: the file itself, or a folder's parts as its manifest lists them.
 
     Raises:
-        InputError: `E-NO-INPUT` (nothing there), `E-INCOMPLETE` (a folder without a complete manifest, or a part
-            that is missing).
+        InputError: `E-NO-INPUT` (nothing there), `E-UNREADABLE` (out of reach, or a device or FIFO), `E-INCOMPLETE`
+            (a folder without a complete manifest, or a part that is missing).
     """
-    if not path.exists():
-        raise InputError(f"{path}: no such file or folder", code="E-NO-INPUT")
-    if path.is_file():
+    try:
+        mode = path.stat().st_mode
+    except (FileNotFoundError, NotADirectoryError):
+        raise InputError(f"{path}: no such file or folder", code="E-NO-INPUT") from None
+    except (OSError, ValueError) as error:  # ValueError: a zero byte in the name
+        why = getattr(error, "strerror", None) or first_line(error)
+        raise InputError(f"{path}: cannot be read: {why}", code="E-UNREADABLE") from None
+    if stat.S_ISREG(mode):
         return [path]
+    if not stat.S_ISDIR(mode):
+        raise InputError(f"{path}: not a regular file", code="E-UNREADABLE", hint="save the trace to a file first")
     manifest = read_manifest(path)
     files = [path / part["name"] for part in manifest["files"]]
     for file in files:
@@ -333,6 +340,8 @@ def read_manifest(folder: Path) -> dict[str, Any]:
         InputError: `E-INCOMPLETE` when it is absent, damaged, or not marked complete.
     """
     try:
+        if is_node(folder / MANIFEST):  # reading a FIFO would wait for ever
+            raise ValueError("not a regular file")
         manifest = json.loads((folder / MANIFEST).read_text())
         names = [part["name"] for part in manifest["files"]]
         whole = manifest["complete"] is True and names and all(Path(n).name == n for n in names)
@@ -359,9 +368,9 @@ def _open(path: Path) -> Any:
     with path.open("rb") as source:
         magic = source.read(6)
     if magic[:4] == b"PAR1":
-        return pq.ParquetFile(path, page_checksum_verification=True)
+        return pq.ParquetFile(pa.OSFile(os.fsencode(path)), page_checksum_verification=True)  # a name may be any bytes
     if magic == b"ARROW1":
-        return pa.ipc.open_file(pa.OSFile(str(path)))
+        return pa.ipc.open_file(pa.OSFile(os.fsencode(path)))
     raise InputError(
         f"{path}: neither Parquet nor an Arrow IPC file (it begins with {magic!r})",
         code="E-UNREADABLE",
@@ -380,5 +389,5 @@ def _read_names(fields: Any) -> None:
 def _damaged(path: Path) -> Iterator[None]:
     try:
         yield
-    except (pa.ArrowException, OSError, EOFError, UnicodeDecodeError) as error:
+    except (pa.ArrowException, OSError, EOFError, UnicodeError) as error:
         raise InputError(f"{path}: cannot be read: {first_line(error)}", code="E-UNREADABLE") from None

@@ -9,6 +9,7 @@ Exit codes: 0 done and clean, 1 findings or a failed check, 2 usage, 3 no input,
 
 from __future__ import annotations
 
+import errno
 import os
 import sys
 import traceback
@@ -18,7 +19,7 @@ import typer
 
 from memopd_trace import __version__
 from memopd_trace.cli import check, demo, learn, teacher
-from memopd_trace.cli.console import settings, stderr
+from memopd_trace.cli.console import make_streams_safe, settings, stderr
 from memopd_trace.errors import TraceError, printable
 
 # click itself, or the copy that newer typer carries: the same class by name either way
@@ -62,6 +63,7 @@ demo.register(app)
 
 def main() -> None:
     """Run the command line; every error becomes one line on stderr and an exit code."""
+    make_streams_safe()
     sys.exit(run(sys.argv[1:]))
 
 
@@ -80,14 +82,29 @@ def run(arguments: list[str]) -> int:
     except (KeyboardInterrupt, typer.Abort):
         return _fail(INTERRUPTED, 130)
     except BrokenPipeError:
-        sys.stdout = open(os.devnull, "w")  # noqa: PTH123, SIM115 - nobody reads stdout any more
-        return 0
+        return _nobody_reads()
+    except SystemExit as stop:
+        if isinstance(stop.__context__, BrokenPipeError):  # click makes this of one
+            return _nobody_reads()
+        return stop.code if isinstance(stop.code, int) else 4
     except OSError as error:
-        return _fail(f"{error.filename or 'file'}: {error.strerror or error}", 3)
+        return _fail(f"{error.filename or _place(error)}: {error.strerror or error}", 3)
     except MemoryError:
         return _fail("out of memory", 4)
     except Exception as error:
         return _fail(f"internal error: {type(error).__name__}: {error} (please report it; --debug shows where)", 4)
+
+
+def _nobody_reads() -> int:
+    """stdout's reader has seen enough: what is left of the result goes nowhere, and nothing is wrong."""
+    sys.stdout = open(os.devnull, "w")  # noqa: PTH123, SIM115 - open until the process ends
+    return 0
+
+
+def _place(error: OSError) -> str:
+    """Where an error happened that names no file."""
+    full = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS)
+    return "disk" if error.errno in full else "reading or writing"
 
 
 def _fail(message: str, code: int) -> int:

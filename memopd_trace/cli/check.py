@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from enum import StrEnum
 from pathlib import Path
@@ -10,8 +11,9 @@ from pathlib import Path
 import typer
 
 from memopd_trace import rules
-from memopd_trace.cli.console import OutputFormat
-from memopd_trace.disk import atomic_file
+from memopd_trace.cli.console import ESCAPE, OutputFormat
+from memopd_trace.disk import atomic_file, is_node, regular_target
+from memopd_trace.errors import UsageError
 from memopd_trace.rules.registry import Rule
 from memopd_trace.schema import Table, arrow_schema, to_json, to_markdown
 from memopd_trace.validate import MAX_FINDINGS, validate
@@ -66,14 +68,14 @@ def schema(
 
 
 def check(
-    paths: list[Path] = typer.Argument(..., metavar="PATH...", help="Traces: files or folders."),
+    paths: list[Path] = typer.Argument(..., metavar="PATH...", readable=False, help="Traces: files or folders."),
     profile: Profile = typer.Option(Profile.core, help="What must be present; what is wrong is found under each."),
     select: list[str] = typer.Option([], metavar="CODE", help="Judge only these codes (a glob is fine)."),
     ignore: list[str] = typer.Option([], metavar="CODE", help="Do not judge these codes (a glob is fine)."),
     fail_on: FailOn = typer.Option(FailOn.error, help="The least severity that gives exit code 1."),
     max_findings: int = typer.Option(MAX_FINDINGS, min=0, help="Findings shown per code; counts stay true."),
     format: OutputFormat = typer.Option(OutputFormat.text, "--format"),
-    output: Path | None = typer.Option(None, "--output", "-o", help="Write the report to this file."),
+    output: Path | None = typer.Option(None, "--output", "-o", readable=False, help="Write the report to this file."),
     exit_zero: bool = typer.Option(False, "--exit-zero", help="Exit 0 in spite of findings (not of a refusal)."),
 ) -> None:
     """Check traces against the rules of a profile.
@@ -82,14 +84,30 @@ def check(
 
     Example: memopd-trace validate run/ --profile train --format json -o report.json
     """
+    if output is not None:
+        _check_output(output, paths)
     report = validate(paths, profile.value, select=select, ignore=ignore, max_findings=max_findings)
     text = report.to_json() if format is OutputFormat.json else report.to_text()
     if output is None:
         sys.stdout.write(text)
     else:
         with atomic_file(output) as out:
-            out.write(text.encode())
+            out.write(text.encode(errors=ESCAPE))
     raise typer.Exit(report.exit_code(fail_on.value, exit_zero=exit_zero))
+
+
+def _check_output(output: Path, inputs: list[Path]) -> None:
+    """Raises:
+    UsageError: the report would replace an input or a file in it, or cannot be a file.
+    """
+    if is_node(output):
+        return
+    target = regular_target(output)
+    for path in inputs:
+        real = Path(os.path.realpath(path))
+        same = target.exists() and real.exists() and target.samefile(real)
+        if same or real == target or real in target.parents:
+            raise UsageError(f"--output {output}: is the input {path} or lies in it", hint="write the report elsewhere")
 
 
 def explain(code: str = typer.Argument(..., help="A code of the list that `codes` prints.")) -> None:

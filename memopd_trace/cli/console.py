@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import codecs
 import importlib
+import os
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -31,6 +34,30 @@ class Settings:
 
 
 settings = Settings()
+
+ESCAPE = "memopd-escape"
+
+
+def _escape(error: UnicodeError) -> tuple[str, int]:
+    r"""What an encoding has no byte for, as `\\uXXXX`: plain to read in text, and the same string in JSON."""
+    if not isinstance(error, UnicodeEncodeError):
+        raise error
+    units = error.object[error.start : error.end].encode("utf-16-be", "surrogatepass")
+    escaped = "".join(f"\\u{units[i]:02x}{units[i + 1]:02x}" for i in range(0, len(units), 2))
+    return escaped, error.end
+
+
+codecs.register_error(ESCAPE, _escape)
+
+
+def make_streams_safe() -> None:
+    """Let stdout and stderr take any text: closed ones lead nowhere, and what cannot be encoded is escaped."""
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if stream is None:  # closed by whoever started this process
+            setattr(sys, name, open(os.devnull, "w"))  # noqa: PTH123, SIM115 - open until the process ends
+        elif hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors=ESCAPE)
 
 
 def stderr(quiet: bool | None = None) -> Console:

@@ -92,8 +92,9 @@ class TraceRecorder:
         metadata names one model.
 
         Raises:
-            UsageError: the episode exists already, or the model is not in the metadata.
+            UsageError: the episode exists already, the model is not in the metadata, or the recorder is closed.
         """
+        self._writer.must_be_open()
         if episode_id in self._known:
             raise UsageError(f"episode '{episode_id}' was opened before", hint="give every run its own episode_id")
         if model_id is None and len(self.metadata.models) == 1:

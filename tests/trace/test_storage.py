@@ -302,6 +302,10 @@ def with_metadata(path: Path, **changes: object) -> Path:
         ({"required_features": ["telepathy"]}, "E-FEATURE-UNKNOWN.*telepathy"),
         ({"models": {"m": {}}}, "E-META-INVALID"),
         ({"producer": None}, "E-META-INVALID"),
+        ({"models": {"m": {"name": "m", "tokenizer": {**TOKENIZER.model_dump(), "vocab_size": 2**31}}}}, "vocab_size"),
+        ({"models": {"m": {"name": "m", "tokenizer": {**TOKENIZER.model_dump(), "bos_id": 10**30}}}}, "bos_id"),
+        ({"models": {"m": {"name": "m", "tokenizer": {**TOKENIZER.model_dump(), "eos_ids": [-(2**40)]}}}}, "eos_ids"),
+        ({"models": {"m": {"name": "m", "tokenizer": TOKENIZER.model_dump(), "num_experts": 2**62}}}, "num_experts"),
     ],
 )
 def test_metadata_that_cannot_be_trusted_is_refused(changes: dict[str, object], code: str, tmp_path: Path) -> None:
