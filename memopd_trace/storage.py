@@ -374,7 +374,7 @@ def _open(path: Path) -> Any:
     raise InputError(
         f"{path}: neither Parquet nor an Arrow IPC file (it begins with {magic!r})",
         code="E-UNREADABLE",
-        hint="logs of other tools are brought in by a converter",
+        hint="a trace is Parquet or Arrow IPC; other logs have to be converted first",
     )
 
 

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
+
+# with one thread a process, two test processes do not wait for each other's
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import pytest
 from filelock import FileLock

@@ -7,6 +7,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+import yaml
+
+from memopd_trace.cli import app
+from memopd_trainer.config import parse_config
+
 ROOT = Path(__file__).parents[1]
 
 
@@ -23,3 +28,16 @@ def test_every_make_target_of_the_docs_exists() -> None:
     for document in ("README.md", "CONTRIBUTING.md"):
         for target in re.findall(r"^make ([\w-]+)", (ROOT / document).read_text(), re.MULTILINE):
             assert re.search(rf"^{target}:", makefile, re.MULTILINE), (document, target)
+
+
+def test_the_training_configuration_is_one() -> None:
+    (example,) = re.findall(r"```yaml\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    config = parse_config(yaml.safe_load(example))
+    assert config.steps == 100 and config.held_out is not None
+
+
+def test_every_command_line_of_the_readme_is_known() -> None:
+    lines = re.findall(r"memopd-trace (\w+) ", (ROOT / "README.md").read_text())
+    commands = {c.name or c.callback.__name__ for c in app.registered_commands if c.callback is not None}
+    assert len(lines) > 5
+    assert set(lines) <= commands

@@ -62,7 +62,8 @@ def schema(
     if format is SchemaFormat.json:
         print(json.dumps(to_json(name), indent=1))
     elif format is SchemaFormat.arrow:
-        print(arrow_schema(name).to_string(truncate_metadata=False))
+        for field in arrow_schema(name):
+            print(f"{field.name}: {field.type}{'' if field.nullable else ' not null'}")
     else:
         print(to_markdown(name), end="")
 

@@ -79,7 +79,9 @@ def require(module: str, extra: str, what: str) -> ModuleType:
     try:
         return importlib.import_module(module)
     except ModuleNotFoundError as error:
-        raise MissingExtraError(f"{what} needs '{error.name}'", hint=f"pip install 'memopd-trace[{extra}]'") from None
+        raise MissingExtraError(
+            f"{what} needs '{error.name}'", hint=f"pip install 'memopd-trace[{extra}]', or '.[{extra}]' in a clone"
+        ) from None
 
 
 @contextmanager

@@ -56,13 +56,14 @@ def _print_summary(result: Any) -> None:
     if result.first is None:
         console.print(f"nothing to do: the run is at step {result.steps}")
     else:
-        table = Table("", f"step {result.first.step}", f"step {result.last.step}", box=None)
+        steps = [result.first] if result.first.step == result.last.step else [result.first, result.last]
+        table = Table("", *(f"step {m.step}" for m in steps), box=None)
         for name in ("loss", "divergence", "ppo", "ratio", "clip_fraction", "entropy", "grad_norm"):
-            values = [getattr(m, name) for m in (result.first, result.last)]
+            values = [getattr(m, name) for m in steps]
             if None not in values:
                 table.add_row(name.replace("_", " "), *(f"{v:.4f}" for v in values))
         for name in ("trained_tokens", "logical_tokens", "executed_tokens"):
-            row = [f"{getattr(m, name):,}" for m in (result.first, result.last)]
+            row = [f"{getattr(m, name):,}" for m in steps]
             table.add_row(name.replace("_", " "), *row)
         console.print(table)
     before, after = result.held_out_before, result.held_out_after

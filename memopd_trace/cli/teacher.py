@@ -35,7 +35,7 @@ class AttentionName(StrEnum):
 
 
 def plan(
-    trace: Path = typer.Argument(..., help="A trace file or folder."),
+    trace: Path = typer.Argument(..., readable=False, help="A trace file or folder."),
     max_tokens: int = typer.Option(8192, min=1, help="Packed tokens in one forward."),
     layout: LayoutName = typer.Option(LayoutName.tree),
     teacher: Path | None = typer.Option(None, help="Model folder; its config.json gives FLOPs and bytes."),
@@ -75,7 +75,7 @@ def plan(
 
 
 def score(
-    trace: Path = typer.Argument(..., help="A trace file or folder."),
+    trace: Path = typer.Argument(..., readable=False, help="A trace file or folder."),
     teacher: str = typer.Option(..., help="Model folder, .gguf file or hub name."),
     output: Path = typer.Option(..., "--output", "-o", help="Scores folder; an existing one is continued."),
     signal: str = typer.Option("sampled,hidden", help="Comma-separated: sampled, topk, hidden, full."),
@@ -85,6 +85,7 @@ def score(
     dtype: str = typer.Option("float32", help="float32, bfloat16, float16 or float64."),
     device: str = typer.Option("cpu", help="A torch device, e.g. cuda:0."),
     max_tokens: int = typer.Option(8192, min=1, help="Packed tokens in one forward."),
+    shard_tokens: int = typer.Option(2**18, min=1, help="Packed tokens in a shard: what a kill can lose."),
     repair: bool = typer.Option(False, help="Score damaged shards again instead of refusing."),
     format: OutputFormat = typer.Option(OutputFormat.text, "--format"),
 ) -> None:
@@ -105,6 +106,7 @@ def score(
             dtype=dtype,
             device=device,
             max_tokens=max_tokens,
+            shard_tokens=shard_tokens,
             repair=repair,
             on_pack=lambda done, total: bar.update(bar.task_ids[0], completed=done, total=total),
         )
@@ -130,7 +132,7 @@ def score(
 
 
 def audit(
-    trace: Path = typer.Argument(..., help="A trace file or folder."),
+    trace: Path = typer.Argument(..., readable=False, help="A trace file or folder."),
     model: str = typer.Option(..., help="The model that sampled the trace: folder, .gguf file or hub name."),
     against: str | None = typer.Option(None, help="Also score under this view: persistent-history."),
     model_id: str | None = typer.Option(None, help="Which of the trace's models it is, where there are several."),
@@ -180,7 +182,10 @@ def _print(rows: dict[str, Any], format: OutputFormat) -> None:
         return
     width = max(len(name) for name in rows)
     for name, value in rows.items():
-        shown = f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else value
+        if isinstance(value, float) and value >= 1e6:
+            shown = f"{value:.3g}"
+        else:
+            shown = f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else str(value)
         print(f"{name.replace('_', ' '):<{width}}  {shown}")
 
 

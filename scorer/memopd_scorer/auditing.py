@@ -71,9 +71,9 @@ class AuditReport:
     top1_flips: int | None
 
     def to_json(self) -> dict[str, Any]:
-        """Plain data, `report_version` 1."""
+        """Plain data, `report_version` "1"."""
         return {
-            "report_version": 1,
+            "report_version": "1",
             "model": self.model,
             "probe": self.probe,
             "clip_epsilon": CLIP_EPSILON,

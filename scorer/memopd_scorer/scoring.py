@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -50,11 +51,13 @@ def score(
     max_tokens: int = 8192,
     repair: bool = False,
     shard_bytes: int = SHARD_BYTES,
+    shard_tokens: int = SHARD_TOKENS,
     on_pack: Callable[[int, int], None] = lambda done, total: None,
 ) -> ScoreResult:
     """Score every sampled token of a trace under its own recorded state.
 
-    Finished shards of an earlier, killed run are verified and skipped. `on_pack(done, total)` follows each pack.
+    Finished shards of an earlier, killed run are verified and skipped; a kill loses at most one shard's work, which
+    `shard_bytes` of scores or `shard_tokens` packed tokens end. `on_pack(done, total)` follows each pack.
 
     Raises:
         InputError: an unreadable trace, a teacher of another tokenizer, a folder that holds another run…
@@ -75,7 +78,7 @@ def score(
         summary.add(pack)
     if not summary.targets:
         raise InputError(f"{trace}: no sampled token to score", code="E-NO-TARGETS")
-    metadata = _metadata(teacher, summary, names, topk, shard_bytes)
+    metadata = _metadata(teacher, summary, names, topk, (shard_bytes, shard_tokens))
     head_info = metadata.teacher.head
     per_target = bytes_per_target(
         names,
@@ -84,12 +87,15 @@ def score(
         topk=topk,
         size=head_info.size,
     )
+    shards_of = functools.partial(
+        iter_shards, bytes_per_target=per_target, shard_bytes=shard_bytes, shard_tokens=shard_tokens
+    )
     done = scored = shards = 0
     padded_mass = 0.0
     with exclusive(Path(out), "scoring into"):
         writer = ScoresWriter(Path(out), metadata, teacher.head, repair=repair)
         packs = plan(reader.iter_episodes(), layout=layout, max_tokens=max_tokens, vocabulary=size)
-        for number, run in enumerate(iter_shards(packs, bytes_per_target=per_target, shard_bytes=shard_bytes)):
+        for number, run in enumerate(shards_of(packs)):
             shards += 1
             if not writer.has(number, run):
                 results = []
@@ -111,7 +117,7 @@ def _signals(teacher: LoadedModel, pack: Pack, names: tuple[str, ...], topk: int
 
 
 def _metadata(
-    teacher: LoadedModel, summary: PlanSummary, names: tuple[str, ...], topk: int, shard_bytes: int
+    teacher: LoadedModel, summary: PlanSummary, names: tuple[str, ...], topk: int, shard: tuple[int, int]
 ) -> ScoresMetadata:
     dtype = str(teacher.head.weight_VD.dtype).removeprefix("torch.")
     return ScoresMetadata(
@@ -133,7 +139,7 @@ def _metadata(
         layout=summary.layout,
         attention=teacher.backend if summary.layout != "single" or teacher.capability.layout == "tree" else "native",
         max_tokens=summary.max_tokens,
-        shard_bytes=shard_bytes,
-        shard_tokens=SHARD_TOKENS,
+        shard_bytes=shard[0],
+        shard_tokens=shard[1],
         plan_digest=summary.digest,
     )

@@ -38,7 +38,7 @@ from memopd_trace.storage import MANIFEST
 
 RUN, HEAD = "run.json", "head.safetensors"
 SHARD_BYTES = 32 * 2**20
-SHARD_TOKENS = 2**20
+SHARD_TOKENS = 2**18
 _SHARD_NAME = re.compile(r"shard-(\d{6,})-([0-9a-f]{16})\.parquet")
 
 

@@ -52,7 +52,7 @@ def test_audit_gives_a_report_and_fails_over_its_limit(
     command = ["audit", str(toy[1]), "--model", str(toy[0]), "--against", "persistent-history"]
     assert run([*command, "--max-abs", "1e-3", "--format", "json"]) == 0
     report = json.loads(capsys.readouterr().out)
-    assert report["report_version"] == 1
+    assert report["report_version"] == "1"
     assert report["recorded"]["max_abs"] <= 1e-3 < report["against"]["max_abs"]
     other = save_model(tiny_model("llama", seed=6), tmp_path / "other")
     assert run(["audit", str(toy[1]), "--model", str(other), "--max-abs", "1e-3"]) == 1

@@ -132,9 +132,12 @@ def parse_config(data: Mapping[str, Any], *, where: str = "configuration") -> Tr
     """Check a mapping.
 
     Raises:
-        UsageError: an unknown key (naming the nearest known one) or a value that does not fit.
+        UsageError: an unknown key (naming the nearest known one), missing ones, or a value that does not fit.
     """
     _refuse_unknown(data, TrainConfig, "", where)
+    missing = [name for name, field in TrainConfig.model_fields.items() if field.is_required() and name not in data]
+    if missing:
+        raise UsageError(f"{where}: missing {', '.join(missing)}", hint="the README shows a whole configuration")
     try:
         return TrainConfig.model_validate(data)
     except ValidationError as error:

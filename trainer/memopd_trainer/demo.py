@@ -2,8 +2,8 @@
 
 A memory agent reads short documents part by part and rewrites one memory a call. The teacher is SmolLM2-135M-Instruct,
 the student the same model with half of its layers. What is left in the folder is what a real run leaves: models,
-traces, scores, checkpoints, and `report.json` with the numbers of the table. A stage whose result is there already is
-not run again.
+traces, scores, checkpoints, and `report.json` with the numbers of the table. Run again, it keeps what is
+there (models, rollouts, finished shards, checkpoints) and measures the audit anew.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import yaml
 from transformers import AutoConfig, AutoTokenizer
 
 from memopd_scorer.auditing import audit
@@ -64,7 +65,7 @@ class DemoReport:
 
     def to_json(self) -> dict[str, Any]:
         """Plain data."""
-        return {"report_version": 1, "rows": self.rows, "seconds": self.seconds}
+        return {"report_version": "1", "rows": self.rows, "seconds": self.seconds}
 
 
 def demo(
@@ -193,19 +194,20 @@ def _tell_audit(report: DemoReport, trace: Path, student_dir: Path) -> None:
 
 
 def _train(report: DemoReport, out: Path, student_dir: Path, on_progress: Callable[[str], None]) -> None:
-    config = parse_config(
-        {
-            "student": str(student_dir),
-            "trace": str(out / "train.parquet"),
-            "scores": str(out / "scores" / "train"),
-            "output": str(out / "policy"),
-            "steps": STEPS,
-            "groups_per_step": 2,
-            "lr": LEARNING_RATE,
-            "max_tokens": MAX_TOKENS,
-            "held_out": {"trace": str(out / "held_out.parquet"), "scores": str(out / "scores" / "held_out")},
-        }
-    )
+    settings = {
+        "student": str(student_dir),
+        "trace": str(out / "train.parquet"),
+        "scores": str(out / "scores" / "train"),
+        "output": str(out / "policy"),
+        "steps": STEPS,
+        "groups_per_step": 2,
+        "lr": LEARNING_RATE,
+        "max_tokens": MAX_TOKENS,
+        "held_out": {"trace": str(out / "held_out.parquet"), "scores": str(out / "scores" / "held_out")},
+    }
+    with atomic_file(out / "train.yaml") as sink:  # `memopd-trace train demo-out/train.yaml steps=12` goes on from here
+        sink.write(yaml.safe_dump(settings, sort_keys=False).encode())
+    config = parse_config(settings)
     result = train(config, on_step=lambda m: on_progress(f"training: step {m.step} of {STEPS}, loss {m.loss:.3f}"))
     for name in ("reverse_kl", "forward_kl"):
         label = name.replace("_kl", " KL")
