@@ -24,8 +24,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from memopd_scorer.plan import Layout, Pack, iter_groups, plan_states, state_of
+from memopd_scorer.plan import Layout, Pack, iter_groups, plan_states
 from memopd_scorer.signals import iter_chunks
+from memopd_scorer.states import state_of
 from memopd_scorer.teacher import LoadedModel, check_trace, load
 from memopd_trace.behaviour import behaviour_of
 from memopd_trace.errors import InputError, UsageError

@@ -25,8 +25,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
 from memopd_scorer.attention import Backend, states_at_rows
-from memopd_scorer.plan import Layout, Pack, State, plan_states
+from memopd_scorer.plan import Layout, Pack, plan_states
 from memopd_scorer.signals import Head, head_of
+from memopd_scorer.states import State
 from memopd_trace.errors import InputError, UsageError, first_line
 from memopd_trace.metadata import Tokenizer, TraceMetadata
 from memopd_trace.record.fingerprint import tokenizer_metadata

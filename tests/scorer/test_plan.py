@@ -11,7 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from memopd_scorer.plan import Layout, Pack, PlanSummary, plan, shareable_length, state_of
+from memopd_scorer.plan import Layout, Pack, PlanSummary, plan
+from memopd_scorer.states import shareable_length, state_of
 from memopd_trace.errors import UsageError
 from memopd_trace.invocation import Episode, Invocation, Media
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from memopd_scorer.plan import predicted
+from memopd_scorer.states import predicted
 from memopd_trace.errors import InputError
 from memopd_trace.invocation import Episode, Invocation
 

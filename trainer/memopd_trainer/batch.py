@@ -25,8 +25,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from memopd_scorer.plan import Layout, Pack, plan_states, state_of
+from memopd_scorer.plan import Layout, Pack, plan_states
 from memopd_scorer.scores import ScoreRow, ScoresReader
+from memopd_scorer.states import state_of
 from memopd_trace.behaviour import Behaviour, behaviour_of
 from memopd_trace.errors import InputError, UsageError
 from memopd_trace.invocation import Episode, Invocation
