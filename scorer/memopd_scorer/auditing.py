@@ -117,7 +117,7 @@ def audit(
         model = load(model, dtype=dtype, device=device)
     check_trace(reader.metadata, model)
     plan = functools.partial(plan_states, layout=model.layout(layout), max_tokens=max_tokens)
-    done = itertools.count(1)
+    done, sampled = itertools.count(1), 0
     collected: dict[str, list[_Tokens]] = {}
     for view in (RECORDED, against) if against else (RECORDED,):
         collected[view] = []
@@ -125,6 +125,8 @@ def audit(
             by_key = {i.key: i for i in group if i.model_id == model_id}
             for pack in plan([[state_of(i, vocabulary=model.head.size) for i in by_key.values()]]):
                 collected[view].extend(_recompute(pack, model, by_key))
+                if view == RECORDED:
+                    sampled += sum(len(s.target_ids) + s.left_out for s in pack.states)
                 on_pack(next(done))
         collected[view].sort(key=lambda t: t.key)
     usable = {view: [t.usable() for t in tokens] for view, tokens in collected.items()}
@@ -142,7 +144,7 @@ def audit(
         lag=_best_lag(recorded),
         by_segment_kind=_by(recorded, "kind_M"),
         by_policy_version=_by(recorded, "version_M"),
-        skipped_tokens=_skipped(reader, model_id) - sum(len(t.recorded_M) for t in recorded),
+        skipped_tokens=sampled - sum(len(t.recorded_M) for t in recorded),
         against=_compare(usable[against]) if against else None,
         top1_flips=_flips(collected[RECORDED], collected[against]) if against else None,
     )
@@ -158,11 +160,6 @@ def _one_model(reader: TraceReader, model_id: str | None) -> str:
             hint="name it with --model-id",
         )
     return model_id
-
-
-def _skipped(reader: TraceReader, model_id: str) -> int:
-    """All sampled tokens of a model's rows."""
-    return sum(int(i.sampled().sum()) for i in reader.iter_invocations() if i.model_id == model_id)
 
 
 def _why_none(reader: TraceReader) -> str:

@@ -223,3 +223,19 @@ def test_in_place_rows_have_no_flattened_history() -> None:
     )
     with pytest.raises(UsageError, match="generated in place"):
         persistent_history(Episode("e", (slots,)))
+
+
+def test_forced_tokens_are_not_counted_and_padded_ones_are_skipped(tmp_path: Path) -> None:
+    model = tiny_model("llama", seed=5)
+    student = save_model(model, tmp_path / "student")
+    episode = memory_episode(np.random.default_rng(0), "m", calls=2)
+    first, second = episode.invocations
+    padded = first.replace(
+        output_ids=[*first.output_ids[:-1], SIZE + 2], output_logprobs=[-1.0] * 6, logprob_kind="raw"
+    )
+    forced = second.replace(
+        output_sampled=[False] * 2 + [True] * 4, output_logprobs=[None] * 2 + [-1.0] * 4, logprob_kind="raw"
+    )
+    write(tmp_path / "t.parquet", metadata_for(student), [padded, forced.replace(segments=None)])
+    report = audit(tmp_path / "t.parquet", student)
+    assert (report.recorded.tokens, report.skipped_tokens) == (5 + 4, 1)
