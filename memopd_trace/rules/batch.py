@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from memopd_trace.conform import iter_list_values
 from memopd_trace.metadata import Model, TraceMetadata
-from memopd_trace.rules.registry import Hit
+from memopd_trace.rules.registry import Hit, Inputs
 
 Bools = NDArray[np.bool_]
 Ints = NDArray[np.int64]
@@ -53,8 +53,8 @@ class Tokens:
 class Batch:
     """Rows of one conformed batch (no null in a required column) and the metadata they refer to."""
 
-    def __init__(self, table: pa.RecordBatch, metadata: TraceMetadata) -> None:
-        self.table, self.metadata = table, metadata
+    def __init__(self, table: pa.RecordBatch, metadata: TraceMetadata, inputs: Inputs | None = None) -> None:
+        self.table, self.metadata, self.inputs = table, metadata, inputs or Inputs()
         self._lists: dict[str, Lists] = {}
         self._strings: dict[str, pa.Array] = {}
         self._outputs: dict[str, Tokens] = {}

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 from memopd_trace.invocation import Invocation
 from memopd_trace.metadata import Model, TraceMetadata
+from memopd_trace.rules.registry import Inputs
 
 
 @dataclass(slots=True)
@@ -22,6 +23,7 @@ class Run:
     invocations: list[Invocation] = field(default_factory=list)
     rows: list[int] = field(default_factory=list)
     unsound: bool = False
+    inputs: Inputs = field(default_factory=Inputs)
     _by_index: dict[int, Invocation] = field(default_factory=dict)
 
     def add(self, row: int, invocation: Invocation) -> None:

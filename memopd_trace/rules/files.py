@@ -14,7 +14,7 @@ import pyarrow as pa
 from memopd_trace.conform import Misfit
 from memopd_trace.disk import file_sha256
 from memopd_trace.metadata import KEY, TraceMetadata, spec_version_of
-from memopd_trace.rules.registry import Hit, rule
+from memopd_trace.rules.registry import Hit, Inputs, rule
 from memopd_trace.schema import COLUMN, SPEC_VERSION
 from memopd_trace.storage import MANIFEST
 
@@ -48,6 +48,7 @@ class FileContext:
     total_episodes: int | None = None
     first_value: dict[str, int] = field(default_factory=dict)
     misfits: dict[str, Misfit] = field(default_factory=dict)
+    inputs: Inputs = field(default_factory=Inputs)
 
 
 def newer_minor(file: FileContext) -> str | None:

@@ -23,8 +23,22 @@ from typing import Any, Literal
 from memopd_trace.report import Severity
 
 Phase = Literal["open", "file", "shape", "batch", "key", "episode", "run"]
+Want = Literal["tokenizer", "views", "scores"]
 Profile = Literal["core", "lineage", "policy", "train"]
 PROFILES: tuple[Profile, ...] = ("core", "lineage", "policy", "train")
+
+
+@dataclass(frozen=True, slots=True)
+class Inputs:
+    """What the validator was given beside traces; a rule that wants what is `None` is not run, and says so."""
+
+    tokenizer: Any = None
+    views: Any = None
+    scores: Any = None
+
+    def lack(self, want: Want | None) -> str | None:
+        """Why a rule that wants this cannot run."""
+        return f"needs --{want}" if want is not None and getattr(self, want) is None else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +64,8 @@ class Rule:
     `clause` is the sentence of the standard that it enforces. `columns` are all columns it reads: where one
     of them does not fit the schema it is not run (nor, but for `file` rules, where a required one does not).
     `needs`: it has nothing to look at, and is not run, while none of these columns holds a value (default:
-    `columns`). `unless` gives a reason not to run from the file's context.
+    `columns`). `unless` gives a reason not to run from the file's context. `wants` names what it must be given
+    beside the trace.
     """
 
     code: str
@@ -63,6 +78,7 @@ class Rule:
     profiles: tuple[Profile, ...] = PROFILES
     hint: str | None = None
     unless: Callable[[Any], str | None] | None = None
+    wants: Want | None = None
 
     @property
     def severity(self) -> Severity:
@@ -83,6 +99,7 @@ class Rule:
             "phase": self.phase,
             "profiles": list(self.profiles),
             "columns": list(self.columns),
+            "wants": self.wants,
             "clause": self.clause,
         }
 
@@ -98,6 +115,7 @@ def rule(
     profiles: tuple[Profile, ...] = PROFILES,
     hint: str | None = None,
     unless: Callable[[Any], str | None] | None = None,
+    wants: Want | None = None,
 ) -> Callable[[Check], Rule]:
     """Turn a function into a `Rule`. What the function is given depends on the phase:
 
@@ -116,6 +134,7 @@ def rule(
             profiles,
             hint,
             unless,
+            wants,
         )
 
     return make
