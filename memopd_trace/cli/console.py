@@ -10,8 +10,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import StrEnum
+from importlib.abc import MetaPathFinder
 from types import ModuleType
 
+import pyarrow as pa
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
@@ -23,6 +25,15 @@ class OutputFormat(StrEnum):
 
     text = "text"
     json = "json"
+
+
+class Profile(StrEnum):
+    """What must be present."""
+
+    core = "core"
+    lineage = "lineage"
+    policy = "policy"
+    train = "train"
 
 
 @dataclass
@@ -58,6 +69,22 @@ def make_streams_safe() -> None:
             setattr(sys, name, open(os.devnull, "w"))  # noqa: PTH123, SIM115 - open until the process ends
         elif hasattr(stream, "reconfigure"):
             stream.reconfigure(errors=ESCAPE)
+
+
+def spare_pandas() -> None:
+    """Make up Arrow's mind that there is no pandas in this process: it would load it, where it is installed, only to
+    ask whether some list is one of its series, and take longer for that than a small trace takes to check."""
+    if "pandas" not in sys.modules:
+        sys.meta_path.insert(0, _NoPandas)
+        pa.array([0])
+        sys.meta_path.remove(_NoPandas)
+
+
+class _NoPandas(MetaPathFinder):
+    @staticmethod
+    def find_spec(name: str, path: object = None, target: object = None) -> None:
+        if name == "pandas":
+            raise ModuleNotFoundError(name)
 
 
 def stderr(quiet: bool | None = None) -> Console:

@@ -13,6 +13,7 @@ from helpers_trace import build, changed, valid
 from memopd_trace.cli import run
 from memopd_trace.cli.console import notice, require
 from memopd_trace.errors import InputError, MissingExtraError, first_line
+from memopd_trace.report import FORMATS
 from memopd_trace.rules import RULES, codes_json
 from memopd_trace.validate import require_valid
 
@@ -57,7 +58,7 @@ def test_warnings_fail_only_when_asked_to(doubtful: str, capsys: Capture) -> Non
     assert run(["validate", doubtful, "--fail-on", "warning", "--ignore", "W-*"]) == 0
 
 
-@pytest.mark.parametrize("format", ["text", "json"])
+@pytest.mark.parametrize("format", FORMATS)
 def test_the_exit_code_does_not_depend_on_the_format(format: str, good: str, bad: str, capsys: Capture) -> None:
     assert run(["validate", good, "--format", format]) == 0
     assert run(["validate", good, bad, "--format", format]) == 1
@@ -91,6 +92,7 @@ def test_options_that_may_be_repeated(bad: str, capsys: Capture) -> None:
         ["validate", "x", "--ignore", "E-NOTHING"],
         ["validate", "x", "--max-findings", "-1"],
         ["explain", "E-DISCONTINUTY"],
+        ["schema", "score"],
     ],
 )
 def test_a_wrong_call_exits_2_with_one_line(arguments: list[str], capsys: Capture) -> None:
@@ -104,8 +106,29 @@ def test_explain_prints_the_page_and_suggests_the_nearest_code(capsys: Capture) 
     out = capsys.readouterr().out
     assert out.startswith(RULES["E-DISCONTINUITY"].page)
     assert "Profiles: core, lineage, policy, train. Severity: error." in out
+    assert f"({RULES['E-DISCONTINUITY'].clause_url})" in out
     assert run(["explain", "E-DISCONTINUTY"]) == 2
     assert "did you mean E-DISCONTINUITY" in capsys.readouterr().err
+
+
+def test_explain_is_set_as_text_on_a_terminal(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    assert run(["explain", "E-INDEX"]) == 0
+    out = capsys.readouterr().out
+    assert "\x1b[1mWhy.\x1b[0m" in out and "**" not in out and "```" not in out
+    assert "\x1b]8" not in out, "no hyperlinks"
+
+
+def test_a_wrong_choice_is_told_in_plain_words(capsys: Capture) -> None:
+    for arguments, message in (
+        (["schema", "score"], "no table 'score' (did you mean scores?)"),
+        (["schema", "zzz"], "no table 'zzz' (one of trace, views, scores)"),
+        (["validate", "x", "--profile", "zzz"], "Invalid value for '--profile': 'zzz' is not one of 'core', "),
+    ):
+        assert run(arguments) == 2
+        assert capsys.readouterr().err.startswith(f"error: {message}")
 
 
 def test_codes_lists_what_a_profile_turns_on(capsys: Capture) -> None:
