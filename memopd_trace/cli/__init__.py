@@ -18,8 +18,8 @@ from typing import Any
 import typer
 
 from memopd_trace import __version__
-from memopd_trace.cli import check, demo, learn, teacher
-from memopd_trace.cli.console import make_streams_safe, settings, stderr
+from memopd_trace.cli import catalogue, demo, learn, look, teacher, validate
+from memopd_trace.cli.console import make_streams_safe, settings, spare_pandas, stderr
 from memopd_trace.errors import TraceError, printable
 
 # click itself, or the copy that newer typer carries: the same class by name either way
@@ -55,7 +55,9 @@ def options(
     settings.quiet, settings.debug = quiet, debug
 
 
-check.register(app)
+validate.register(app)
+catalogue.register(app)
+look.register(app)
 teacher.register(app)
 learn.register(app)
 demo.register(app)
@@ -64,6 +66,8 @@ demo.register(app)
 def main() -> None:
     """Run the command line; every error becomes one line on stderr and an exit code."""
     make_streams_safe()
+    if "validate" in sys.argv[1:]:
+        spare_pandas()
     sys.exit(run(sys.argv[1:]))
 
 
@@ -78,7 +82,7 @@ def run(arguments: list[str]) -> int:
     except TraceError as error:
         return _fail(str(error), error.exit_code)
     except _CLICK_ERROR as error:
-        return _fail(error.format_message(), 2)
+        return _fail(error.format_message().replace(": Value error, ", ": "), 2)
     except (KeyboardInterrupt, typer.Abort):
         return _fail(INTERRUPTED, 130)
     except BrokenPipeError:
