@@ -9,14 +9,15 @@ from __future__ import annotations
 import json
 import re
 import reprlib
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, TypeVar
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, WithJsonSchema
 
 from memopd_trace.errors import InputError
-from memopd_trace.schema import FEATURES, SPEC_VERSION
+from memopd_trace.schema import FEATURES, SPEC_VERSION, Table
 
 KEY = b"memopd_trace"
+VIEWS_KEY = b"memopd_trace_views"
 SCORES_KEY = b"memopd_trace_scores"
 MAX_METADATA_BYTES = 16 * 2**20
 
@@ -24,10 +25,16 @@ Id = Annotated[int, Field(ge=-(2**31), lt=2**31)]  # what an int32 column can ho
 Count = Annotated[int, Field(ge=0, le=2**15)]  # of layers or experts: expert ids are int16
 
 
+_VERSION = r"^(0|[1-9][0-9]{0,5})\.(0|[1-9][0-9]{0,5})$"
+
+
 def _version(text: str) -> str:
-    if not re.fullmatch(r"(0|[1-9]\d{0,5})\.(0|[1-9]\d{0,5})", text):
+    if not re.fullmatch(_VERSION, text):
         raise ValueError(f"'{text}' is not MAJOR.MINOR")
     return text
+
+
+Version = Annotated[str, AfterValidator(_version), WithJsonSchema({"type": "string", "pattern": _VERSION})]
 
 
 class _Model(BaseModel):
@@ -92,12 +99,17 @@ class Source(_Model):
     gaps: list[Gap] = []
 
 
-class TraceMetadata(_Model):
-    """Metadata of a trace file."""
+class _Table(_Model):
+    """What the metadata of every table begins with."""
 
-    spec_version: Annotated[str, AfterValidator(_version)] = SPEC_VERSION
+    spec_version: Version = SPEC_VERSION
     producer: Producer
     required_features: list[str] = []
+
+
+class TraceMetadata(_Table):
+    """Metadata of a trace file."""
+
     models: dict[str, Model]
     source: Source | None = None
 
@@ -106,23 +118,52 @@ class TraceMetadata(_Model):
         return {KEY: self.model_dump_json(exclude_none=False).encode()}
 
 
+class ViewInfo(_Model):
+    """One view that rows name; `description` says how its prompts were made."""
+
+    description: str | None = None
+
+
+class ViewsMetadata(_Table):
+    """Metadata of a views file. `tokenizer_fingerprint` names the tokenizer that all its ids come from."""
+
+    tokenizer_fingerprint: str
+    views: dict[str, ViewInfo]
+
+    def to_schema_metadata(self) -> dict[bytes, bytes]:
+        """The Arrow schema metadata that carries this object."""
+        return {VIEWS_KEY: self.model_dump_json().encode()}
+
+
+M = TypeVar("M", bound=_Table)
+
+
 def parse_metadata(schema_metadata: dict[bytes, bytes] | None, *, where: str) -> TraceMetadata:
     """Read and check the metadata of a trace.
 
     Raises:
         InputError: `E-META-MISSING`, `E-META-INVALID`, `E-VERSION-MAJOR` or `E-FEATURE-UNKNOWN`, naming `where`.
     """
-    raw = (schema_metadata or {}).get(KEY)
+    return _parse(TraceMetadata, KEY, schema_metadata, where)
+
+
+def parse_views_metadata(schema_metadata: dict[bytes, bytes] | None, *, where: str) -> ViewsMetadata:
+    """Read and check the metadata of a views file; raises as `parse_metadata`."""
+    return _parse(ViewsMetadata, VIEWS_KEY, schema_metadata, where)
+
+
+def _parse(kind: type[M], key: bytes, schema_metadata: dict[bytes, bytes] | None, where: str) -> M:
+    raw = (schema_metadata or {}).get(key)
     if raw is None:
         raise InputError(
-            f"{where}: no '{KEY.decode()}' key in the schema metadata",
+            f"{where}: no '{key.decode()}' key in the schema metadata",
             code="E-META-MISSING",
             hint="another tool may have dropped it on rewriting; write the file again with its metadata",
         )
     if len(raw) > MAX_METADATA_BYTES:
         raise InputError(f"{where}: metadata of {len(raw)} bytes, limit {MAX_METADATA_BYTES}", code="E-META-INVALID")
     try:
-        metadata = TraceMetadata.model_validate_json(raw)
+        metadata = kind.model_validate_json(raw)
     except (ValidationError, RecursionError) as error:
         raise InputError(f"{where}: metadata: {first_error(error)}", code="E-META-INVALID") from None
     check_version(metadata.spec_version, where=where)
@@ -189,9 +230,9 @@ class HeadInfo(_Model):
     bias: bool
     logit_scale: float
     softcap: float | None
-    vocab_size: int
-    size: int
-    width: int
+    vocab_size: int = Field(gt=0, lt=2**31)
+    size: int = Field(gt=0, lt=2**31)
+    width: int = Field(gt=0, lt=2**31)
     digest: str
 
 
@@ -214,15 +255,15 @@ class ScoresMetadata(_Model):
     how far, in nats, a reader's `logsumexp` and `logprob` from (state, head) may be off.
     """
 
-    spec_version: Annotated[str, AfterValidator(_version)] = SPEC_VERSION
+    spec_version: Version = SPEC_VERSION
     producer: Producer
     teacher_id: str
     teacher: TeacherInfo
     view: str
     signals: list[str]
-    topk: int | None
+    topk: int | None = Field(gt=0, lt=2**31)
     topk_source: str | None
-    temperature: float = 1.0
+    temperature: float = Field(1.0, gt=0, allow_inf_nan=False)
     hidden_dtype: str | None
     layout: str
     attention: str
@@ -230,14 +271,14 @@ class ScoresMetadata(_Model):
     shard_bytes: int
     shard_tokens: int
     plan_digest: str
-    tolerance: float = 1e-3
+    tolerance: float = Field(1e-3, gt=0, allow_inf_nan=False)
 
     def to_schema_metadata(self) -> dict[bytes, bytes]:
         """The Arrow schema metadata that carries this object."""
         return {SCORES_KEY: self.model_dump_json().encode()}
 
 
-def json_schema(table: Literal["trace", "scores"]) -> str:
+def json_schema(table: Table) -> str:
     """The JSON schema of a table's metadata, as `spec/` holds it."""
-    model = TraceMetadata if table == "trace" else ScoresMetadata
-    return json.dumps(model.model_json_schema(), indent=1) + "\n"
+    models: dict[Table, type[BaseModel]] = {"trace": TraceMetadata, "views": ViewsMetadata, "scores": ScoresMetadata}
+    return json.dumps(models[table].model_json_schema(), indent=1) + "\n"

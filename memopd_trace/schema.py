@@ -20,7 +20,7 @@ from typing import Any, Literal
 import pyarrow as pa
 
 SPEC_VERSION = "1.0"
-Table = Literal["trace", "scores"]
+Table = Literal["trace", "views", "scores"]
 Length = Literal["prompt", "output", "sequence"]
 
 
@@ -99,6 +99,7 @@ EVIDENCE = ("explicit", "inferred")
 LOGPROB_KINDS = ("raw", "tempered", "processed", "unknown")
 FINISH_REASONS = ("stop", "length", "tool_calls", "abort", "content_filter")
 TOKEN_SOURCES = ("engine", "retokenized")
+RECORDED = "recorded"  # the view that is the row's own state; no file holds it
 FEATURES = ("visibility", "output_slots", "media", "routed_experts")
 
 TRACE_COLUMNS: tuple[Column, ...] = (
@@ -289,6 +290,64 @@ TRACE_COLUMNS: tuple[Column, ...] = (
     Column("extra", pa.map_(STRING, STRING), "The producer's own; never validated.", "mirror"),
 )
 
+VIEWS_COLUMNS: tuple[Column, ...] = (
+    Column("episode_id", STRING, "The trace row's episode.", "key", required=True),
+    Column("invocation_index", pa.int32(), "The trace row's index.", "key", required=True),
+    Column("view", CATEGORY, "Which view this is; a key of the metadata's `views`.", "key", required=True),
+    Column(
+        "state_digest",
+        pa.binary(32),
+        "The trace row's state digest: this view is for these output tokens and no others.",
+        "key",
+        required=True,
+        unit="bytes",
+    ),
+    Column(
+        "prompt_ids",
+        _list(pa.int32()),
+        "The prompt to score the row's `output_ids` under, as the teacher is to consume it.",
+        "state",
+        required=True,
+        length="prompt",
+    ),
+    Column(
+        "position_ids",
+        _list(pa.int32()),
+        "Position of each token of the viewed sequence; null = 0…n-1.",
+        "state",
+        length="sequence",
+    ),
+    Column(
+        "visible_from",
+        _list(pa.int32()),
+        "First query index of the viewed sequence that may attend to key k; null = k.",
+        "state",
+        length="sequence",
+    ),
+    Column(
+        "visible_until",
+        _list(pa.int32()),
+        "Key k is visible to queries q < visible_until[k]; null = n.",
+        "state",
+        length="sequence",
+    ),
+    Column(
+        "output_slots",
+        _list(pa.int32()),
+        "In-place generation: the index of this `prompt_ids` that each output token fills; null = appended.",
+        "state",
+        length="output",
+    ),
+    Column("media", _list(MEDIA), "Placeholder runs `[start, stop)` of this `prompt_ids`.", "state"),
+    Column(
+        "view_digest",
+        pa.binary(32),
+        "State digest of the viewed sequence: this prompt and the row's `output_ids`; null = not computed.",
+        "state",
+        unit="bytes",
+    ),
+)
+
 SCORES_COLUMNS: tuple[Column, ...] = (
     Column("episode_id", STRING, "The trace row's episode.", "key", required=True),
     Column("invocation_index", pa.int32(), "The trace row's index.", "key", required=True),
@@ -306,6 +365,12 @@ SCORES_COLUMNS: tuple[Column, ...] = (
         "The prompt that was scored; `recorded` = the row's own state.",
         "key",
         required=True,
+    ),
+    Column(
+        "view_digest",
+        pa.binary(32),
+        "State digest of the viewed sequence that was run; null under the view `recorded`.",
+        "key",
     ),
     Column(
         "output_index",
@@ -342,7 +407,7 @@ SCORES_COLUMNS: tuple[Column, ...] = (
     Column("logits", _list(_list(pa.float32())), "Signal `full`: logits of the real ids.", "signal"),
 )
 
-TABLES: Mapping[str, tuple[Column, ...]] = {"trace": TRACE_COLUMNS, "scores": SCORES_COLUMNS}
+TABLES: Mapping[str, tuple[Column, ...]] = {"trace": TRACE_COLUMNS, "views": VIEWS_COLUMNS, "scores": SCORES_COLUMNS}
 COLUMN: Mapping[str, Column] = {column.name: column for column in TRACE_COLUMNS}
 
 

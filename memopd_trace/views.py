@@ -6,13 +6,18 @@ that training on a flattened transcript implies, and so measures what misaligned
 
 from __future__ import annotations
 
+import os
+
 import numpy as np
 
+from memopd_trace import __version__
 from memopd_trace.errors import UsageError
 from memopd_trace.invocation import IDS, Episode, Invocation
 from memopd_trace.lineage import common_prefix
+from memopd_trace.metadata import Producer, ViewInfo, ViewsMetadata
+from memopd_trace.storage import TraceReader
+from memopd_trace.viewfile import View, ViewsWriter
 
-RECORDED = "recorded"
 PERSISTENT_HISTORY = "persistent-history"
 
 
@@ -59,6 +64,35 @@ def _new_tokens(invocation: Invocation, known: list[IDS], rejected: set[int]) ->
         if segment.source_index is not None and segment.source_index not in rejected:
             new[segment.start : segment.stop] = False
     return prompt[new]
+
+
+def write_persistent_history(
+    trace: str | os.PathLike[str], path: str | os.PathLike[str], *, overwrite: bool = False
+) -> int:
+    """Write the view `persistent-history` of every row of a valid trace as a views file; returns the number of rows.
+
+    One episode is in memory at a time.
+
+    Raises:
+        InputError: an unreadable trace.
+        UsageError: models of several tokenizers, a row of in-place generation, or a target that `ViewsWriter` refuses.
+    """
+    reader = TraceReader(trace)
+    fingerprints = {m.tokenizer.fingerprint for m in reader.metadata.models.values()}
+    if len(fingerprints) != 1:
+        raise UsageError(f"{trace}: {len(fingerprints)} tokenizers, and a views file has one", hint="split the trace")
+    metadata = ViewsMetadata(
+        producer=Producer(name="memopd-trace", version=__version__),
+        tokenizer_fingerprint=fingerprints.pop(),
+        views={PERSISTENT_HISTORY: ViewInfo(description="the prompt as if nothing had ever been forgotten")},
+    )
+    rows = 0
+    with ViewsWriter(path, metadata, overwrite=overwrite) as writer:
+        for episode in reader.iter_episodes():
+            for invocation, prompt_ids in zip(episode, persistent_history(episode), strict=True):
+                writer.write(View.of(invocation, under_prompt(invocation, prompt_ids), PERSISTENT_HISTORY))
+                rows += 1
+    return rows
 
 
 def under_prompt(invocation: Invocation, prompt_ids: IDS) -> Invocation:

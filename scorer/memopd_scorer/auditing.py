@@ -31,9 +31,10 @@ from memopd_scorer.teacher import LoadedModel, check_trace, load
 from memopd_trace.behaviour import behaviour_of
 from memopd_trace.errors import InputError, UsageError
 from memopd_trace.invocation import Episode, Invocation
+from memopd_trace.schema import RECORDED
 from memopd_trace.storage import TraceReader
 from memopd_trace.validate import require_valid
-from memopd_trace.views import PERSISTENT_HISTORY, RECORDED, persistent_history, under_prompt
+from memopd_trace.views import PERSISTENT_HISTORY, persistent_history, under_prompt
 
 CLIP_EPSILON = 0.2
 LAGS = (-1, 0, 1)

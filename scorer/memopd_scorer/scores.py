@@ -20,10 +20,11 @@ import torch
 from torch import Tensor
 
 from memopd_scorer.signals import Head
-from memopd_scorer.store import HEAD, head_is_whole, load_head, read_run, shard_fault
+from memopd_scorer.store import head_is_whole, load_head
 from memopd_trace.conform import iter_list_values
 from memopd_trace.errors import InputError, UsageError
 from memopd_trace.metadata import ScoresMetadata
+from memopd_trace.scorefolder import HEAD, read_run, shard_fault
 from memopd_trace.storage import read_manifest
 
 SELF_CHECK_ROWS = 8

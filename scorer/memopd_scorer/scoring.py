@@ -19,9 +19,9 @@ from memopd_trace.disk import exclusive
 from memopd_trace.errors import InputError
 from memopd_trace.metadata import HeadInfo, Producer, ScoresMetadata, TeacherInfo
 from memopd_trace.record.fingerprint import config_digest, weights_digest
+from memopd_trace.schema import RECORDED
 from memopd_trace.storage import TraceReader
 from memopd_trace.validate import require_valid
-from memopd_trace.views import RECORDED
 
 
 @dataclass(frozen=True, slots=True)

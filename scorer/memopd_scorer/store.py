@@ -1,12 +1,8 @@
 """Writing scores: shards that appear whole or not at all, so that a killed run loses one shard's work.
 
-    run.json                       what the run is (`ScoresMetadata`), written first
-    head.safetensors               the teacher's output head, when states are stored
-    shard-000003-<sha256>.parquet  a run of consecutive packs; its name carries the first 16 hex digits of its hash
-    manifest.json                  files, rows, hashes, `complete: true`; written last
-
-Continuing a run verifies every finished shard against the hash in its name and scores the others. Rows are keyed by
-(episode_id, invocation_index) and carry the trace row's state digest.
+`memopd_trace.scorefolder` says which files a folder holds, and reads what needs no torch. Continuing a run verifies
+every finished shard against the hash in its name and scores the others. Rows are keyed by (episode_id,
+invocation_index) and carry the trace row's state digest.
 
 Shape legend: M targets of a pack, K chosen ids, D model width.
 """
@@ -15,7 +11,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -24,7 +19,6 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
-from pydantic import ValidationError
 from safetensors.torch import load_file, save
 from torch import Tensor
 
@@ -32,14 +26,13 @@ from memopd_scorer.plan import Pack
 from memopd_scorer.signals import Head, Signals
 from memopd_trace.disk import atomic_file
 from memopd_trace.errors import InputError, UsageError
-from memopd_trace.metadata import SCORES_KEY, ScoresMetadata, check_version, first_error
+from memopd_trace.metadata import ScoresMetadata
 from memopd_trace.schema import SCORES_COLUMNS
+from memopd_trace.scorefolder import HEAD, RUN, SHARD_NAME, read_run, shard_fault
 from memopd_trace.storage import MANIFEST
 
-RUN, HEAD = "run.json", "head.safetensors"
 SHARD_BYTES = 32 * 2**20
 SHARD_TOKENS = 2**18
-_SHARD_NAME = re.compile(r"shard-(\d{6,})-([0-9a-f]{16})\.parquet")
 
 
 def check_folder(folder: Path) -> None:
@@ -139,7 +132,7 @@ class ScoresWriter:
     def _verified_shards(self) -> dict[int, Path]:
         finished: dict[int, Path] = {}
         for file in sorted(self.folder.glob("shard-*.parquet")):
-            name = _SHARD_NAME.fullmatch(file.name)
+            name = SHARD_NAME.fullmatch(file.name)
             if name is None:
                 continue
             fault = shard_fault(file, self.metadata)
@@ -160,22 +153,6 @@ class ScoresWriter:
             )
         (self.folder / MANIFEST).unlink(missing_ok=True)
         file.unlink()
-
-
-def read_run(folder: Path) -> ScoresMetadata:
-    """What a scores folder's run is.
-
-    Raises:
-        InputError: `E-INCOMPLETE`, `E-META-INVALID` or `E-VERSION-MAJOR`.
-    """
-    try:
-        metadata = ScoresMetadata.model_validate_json((folder / RUN).read_bytes())
-    except FileNotFoundError:
-        raise InputError(f"{folder}: no {RUN}", code="E-INCOMPLETE", hint="it is no scores folder") from None
-    except (ValidationError, RecursionError) as error:
-        raise InputError(f"{folder / RUN}: {first_error(error)}", code="E-META-INVALID") from None
-    check_version(metadata.spec_version, where=str(folder / RUN))
-    return metadata
 
 
 def iter_shards(
@@ -259,21 +236,6 @@ def head_is_whole(file: Path, metadata: ScoresMetadata) -> bool:
         return load_head(file, metadata).digest() == metadata.teacher.head.digest
     except Exception:  # whatever is wrong with the file, it is not the head
         return False
-
-
-def shard_fault(file: Path, metadata: ScoresMetadata) -> str | None:
-    """What is wrong with a shard: its bytes do not match the hash in its name, or it is of another run."""
-    name = _SHARD_NAME.fullmatch(file.name)
-    data = file.read_bytes() if file.is_file() else b""
-    if name is None or hashlib.sha256(data).hexdigest()[:16] != name[2]:
-        return "missing, or its bytes do not match the hash in its name"
-    try:
-        raw = (pq.read_schema(pa.BufferReader(data)).metadata or {}).get(SCORES_KEY, b"")
-        theirs = ScoresMetadata.model_validate_json(raw)
-    except (pa.ArrowException, OSError, ValidationError) as error:
-        return f"it is no shard: {first_error(error)}"
-    same = theirs.model_copy(update={"producer": metadata.producer}) == metadata
-    return None if same else "it is a shard of another run"
 
 
 def _first_difference(name: str, there: Any, here: Any) -> str:

@@ -6,7 +6,6 @@ import dataclasses
 import json
 import re
 from pathlib import Path
-from typing import Literal
 
 import pyarrow as pa
 import pytest
@@ -21,6 +20,7 @@ from memopd_trace.schema import (
     SCORES_COLUMNS,
     TABLES,
     TRACE_COLUMNS,
+    Table,
     arrow_schema,
     to_json,
     type_name,
@@ -29,7 +29,7 @@ from memopd_trace.schema import (
 SPEC = Path(__file__).parents[2] / "spec" / "schema"
 
 
-@pytest.mark.parametrize("table", ["trace", "scores"])
+@pytest.mark.parametrize("table", ["trace", "views", "scores"])
 @pytest.mark.parametrize(("format", "suffix"), [("markdown", "md"), ("json", "json"), ("arrow", "arrow.txt")])
 def test_the_renderings_in_spec_are_current(
     table: str, format: str, suffix: str, capsys: pytest.CaptureFixture[str]
@@ -73,8 +73,10 @@ def test_the_json_rendering_loses_no_column() -> None:
         assert [c["name"] for c in rendered] == [c.name for c in columns]
 
 
-@pytest.mark.parametrize(("table", "name"), [("trace", "metadata"), ("scores", "scores-metadata")])
-def test_the_metadatas_schemas_in_spec_are_current(table: Literal["trace", "scores"], name: str) -> None:
+@pytest.mark.parametrize(
+    ("table", "name"), [("trace", "metadata"), ("views", "views-metadata"), ("scores", "scores-metadata")]
+)
+def test_the_metadatas_schemas_in_spec_are_current(table: Table, name: str) -> None:
     assert (SPEC.parent / f"{name}.schema.json").read_text() == json_schema(table), "run `make spec`"
 
 
