@@ -25,6 +25,18 @@ Cause = Literal[
     "inserted",
     "replaced",
     "diverged",
+    # told by `memopd_trace.causes`, from text or from what a call is made of
+    "placeholder",
+    "response_prefix",
+    "retokenised",
+    "reserialised",
+    "double_encoded",
+    "stripped_thinking",
+    "separator",
+    "whitespace",
+    "controls",
+    "system_inserted",
+    "other_output",
 ]
 ANCHOR = 4  # ids that must agree again before a later stretch counts as the parent's
 MAX_CANDIDATES = 512  # alignments tried, so that one repeated id cannot make this quadratic
@@ -47,6 +59,8 @@ class Difference:
         replaced        a stretch became other ids, and the parent's end comes back after it (re-encoded text,
                         re-serialised tool call, summary in place)
         diverged        the prompts agree up to `index` and the rest of the parent does not come back
+
+    `memopd_trace.causes.explain` knows more: it compares the calls and, given a tokenizer, their texts.
     """
 
     cause: Cause
@@ -57,8 +71,21 @@ class Difference:
 def common_prefix(a: IDS, b: IDS) -> int:
     """How many leading ids of `a` and `b` (int32 arrays) are equal."""
     n = min(len(a), len(b))
+    if not n:
+        return 0
     differs = np.asarray(a[:n] != b[:n])
-    return int(differs.argmax()) if differs.any() else n
+    at = int(differs.argmax())  # the first true one, or 0
+    return at if differs[at] else n
+
+
+def inherited(parent: Invocation, child: Invocation) -> int:
+    """How many leading ids of the child's prompt are the parent's final ids, which are not copied for it."""
+    if parent.output_slots is not None:
+        return common_prefix(final_ids(parent), child.prompt_ids)
+    same = common_prefix(parent.prompt_ids, child.prompt_ids)
+    if same < len(parent.prompt_ids):
+        return same
+    return same + common_prefix(parent.output_ids, child.prompt_ids[same:])
 
 
 def final_ids(invocation: Invocation) -> IDS:
@@ -76,22 +103,22 @@ def final_ids(invocation: Invocation) -> IDS:
 def is_extension(parent: Invocation, child: Invocation) -> bool:
     """Whether the child's prompt starts with the parent's final ids, at the same positions, under the same
     visibility and media: whether a key/value cache of the parent would serve the child."""
-    return common_prefix(final_ids(parent), child.prompt_ids) == len(parent) and not state_difference(parent, child)
+    return inherited(parent, child) == len(parent) and not state_difference(parent, child)
 
 
 def state_difference(parent: Invocation, child: Invocation) -> str | None:
     """The first state column (other than the ids) whose part shared with the parent differs, or `None`.
 
     A key that the parent's last query still saw may be evicted later in the child; one that was evicted
-    inside the parent must have been evicted at the same query. An array of the wrong length counts as
-    different.
+    inside the parent must have been evicted at the same query. No query of the parent's may see a key behind the
+    parent's end. An array of the wrong length counts as different.
     """
     n = len(parent)
     parent_from, parent_until = parent.visibility()
     child_from, child_until = child.visibility()
     if not np.array_equal(parent.positions(), child.positions()[:n]):
         return "position_ids"
-    if not np.array_equal(parent_from, child_from[:n]):
+    if not np.array_equal(parent_from, child_from[:n]) or (child_from[n:] < n).any():
         return "visible_from"
     if not np.array_equal(parent_until, np.minimum(child_until[:n], n)):
         return "visible_until"

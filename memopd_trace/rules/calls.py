@@ -7,8 +7,10 @@ from collections.abc import Iterator
 
 import numpy as np
 
+from memopd_trace.lineage import inherited
 from memopd_trace.metadata import Model
 from memopd_trace.rules.batch import Batch, Bools, Ints
+from memopd_trace.rules.episode import Run
 from memopd_trace.rules.files import FileContext
 from memopd_trace.rules.registry import Hit, rule
 
@@ -36,7 +38,7 @@ def _is_stop(b: Batch) -> tuple[Bools, Bools]:
 
 def _last_token(b: Batch) -> Bools:
     """[M]: the last output token of its row."""
-    return b.index_of_output == b.output_lengths[b.row_of_output] - 1
+    return b.last_output
 
 
 @rule(
@@ -72,6 +74,23 @@ def ids_after_stop(b: Batch) -> Iterator[Hit]:
     bad = stops & ~_last_token(b) & ~b.given("output_slots")[b.row_of_output]
     what = "is a stop id with ids behind it"
     yield from b.output_hits(bad, "output_ids", what, b.lists("output_ids").values, expected="a stop id last")
+
+
+@rule(
+    "W-STOP-UNTRAINED",
+    "the stop id was sampled and is left out of the loss",
+    phase="batch",
+    clause="A sampled stop id that ends a trained output SHOULD be trained.",
+    columns=("output_loss_mask", "output_sampled", "accepted", "output_ids", "output_slots", "model_id"),
+    needs=("output_loss_mask",),
+    hint="masks built by `id != pad_id` lose it where padding and stop id are one; the policy unlearns to stop",
+    unless=_no_stop_ids,
+)
+def stop_untrained(b: Batch) -> Iterator[Hit]:
+    stops, _ = _is_stop(b)
+    ends = _last_token(b) & stops & (b.trains & ~b.given("output_slots"))[b.row_of_output]
+    bad = ends & b.sampled & ~b.trained
+    yield from b.output_hits(bad, "output_loss_mask", "is false on the stop id", expected="true")
 
 
 def _oldest_version(b: Batch) -> tuple[Ints, Bools]:
@@ -149,6 +168,26 @@ def kv_stale(b: Batch) -> Iterator[Hit]:
         yield Hit(int(row), message, "kv_policy_version", str(oldest[row]), str(kv[row]))
 
 
+@rule(
+    "W-KV-UNKNOWN",
+    "newer weights go on from older ones, and it is not said whose keys and values were used",
+    phase="episode",
+    clause="Where an `extend` row has a newer policy version than its parent, `kv_policy_version` SHOULD be given.",
+    columns=("relation", "parent_index", "policy_version", "kv_policy_version", "output_slots"),
+    needs=("policy_version",),
+    hint="the policy version, if the engine's prefix cache was cleared when the weights changed; else the oldest in it",
+)
+def kv_unknown(run: Run) -> Iterator[Hit]:
+    for at, child in enumerate(run.invocations):
+        parent, version = run.parent(child), child.policy_version
+        if child.relation != "extend" or parent is None or version is None or child.kv_policy_version is not None:
+            continue
+        older = parent.policy_version is not None and parent.policy_version < version
+        if older and inherited(parent, child) == len(parent):
+            message = f"version {version} goes on from a state of version {parent.policy_version}"
+            yield Hit(at, message, "kv_policy_version", "a version", "null")
+
+
 def _no_routing(file: FileContext) -> str | None:
     known = any(m.num_moe_layers and m.experts_per_token for m in file.metadata.models.values())
     return None if known else "no model gives num_moe_layers and experts_per_token"
@@ -170,7 +209,9 @@ def routed_length(b: Batch) -> Iterator[Hit]:
     want = np.maximum(b.sequence_lengths - 1, 0) * each
     for row in np.flatnonzero(routed.given & (each > 0) & (routed.lengths != want)):
         message = f"{routed.lengths[row]} expert ids for {b.sequence_lengths[row]} tokens"
-        yield Hit(int(row), message, "routed_experts", str(want[row]), str(routed.lengths[row]))
+        whole = routed.lengths[row] == want[row] + each[row]
+        hint = "leave out the last position, whose token was no input" if whole else None
+        yield Hit(int(row), message, "routed_experts", str(want[row]), str(routed.lengths[row]), hint)
 
 
 @rule(
@@ -186,3 +227,23 @@ def routed_id(b: Batch) -> Iterator[Hit]:
     limit = np.repeat(b.per_model(lambda m: m.num_experts, np.iinfo(np.int16).max + 1), routed.lengths)
     bad = (routed.values < 0) | (routed.values >= limit)
     yield from b.item_hits(bad, "routed_experts", "is no expert of the model", expected="0 to num_experts - 1")
+
+
+@rule(
+    "E-ROUTED-TWICE",
+    "one expert twice for one token",
+    phase="batch",
+    clause="The `experts_per_token` ids of one position and layer MUST be distinct.",
+    columns=("routed_experts", "model_id"),
+    needs=("routed_experts",),
+    hint="a top-k picks distinct experts: a fill value, or another layout than positions x layers x k",
+    unless=_no_routing,
+)
+def routed_twice(b: Batch) -> Iterator[Hit]:
+    routed, each = b.lists("routed_experts"), b.per_model(lambda m: m.experts_per_token, 0)
+    bad = np.zeros(len(routed.values), bool)
+    for k in np.unique(each[each > 1]):
+        own = np.repeat((each == k) & (routed.lengths % k == 0), routed.lengths)
+        groups = np.sort(routed.values[own].reshape(-1, k), axis=1)
+        bad[own] = np.repeat((groups[:, 1:] == groups[:, :-1]).any(axis=1), k)
+    yield from b.item_hits(bad, "routed_experts", "is in a group that names an expert twice", expected="distinct")

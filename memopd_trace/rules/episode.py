@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 from memopd_trace.invocation import Invocation
 from memopd_trace.metadata import Model, TraceMetadata
+from memopd_trace.pieces import Pieces
 from memopd_trace.rules.registry import Inputs
 
 
@@ -54,6 +55,12 @@ class Run:
     def model(self, invocation: Invocation) -> Model | None:
         """The metadata of the row's model, if it is known."""
         return self.metadata.models.get(invocation.model_id)
+
+    def pieces(self, invocation: Invocation) -> Pieces | None:
+        """The tokenizer that the validator was given, if it is that of the row's model."""
+        model, given = self.model(invocation), self.inputs.tokenizer
+        fits = given is not None and model is not None and model.tokenizer.fingerprint == given.fingerprint
+        return given if fits else None
 
 
 class EpisodesSeen:

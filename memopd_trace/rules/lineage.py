@@ -5,8 +5,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from memopd_trace.causes import explain
 from memopd_trace.invocation import IDS, Invocation
-from memopd_trace.lineage import common_prefix, explain_difference, final_ids, state_difference
+from memopd_trace.lineage import common_prefix, final_ids, inherited, state_difference
 from memopd_trace.rules.batch import Batch
 from memopd_trace.rules.episode import Run
 from memopd_trace.rules.registry import Hit, rule
@@ -105,14 +106,14 @@ def rewrite_stray(b: Batch) -> Iterator[Hit]:
 )
 def discontinuity(run: Run) -> Iterator[Hit]:
     for at, child in enumerate(run.invocations):
-        parent = run.parent(child)
-        if child.relation != "extend" or parent is None:
+        parent = run.parent(child) if child.relation == "extend" else None
+        if parent is None:
+            continue
+        if inherited(parent, child) == len(parent):
             continue
         before = final_ids(parent)
-        if common_prefix(before, child.prompt_ids) == len(before):
-            continue
         model = run.model(child)
-        d = explain_difference(before, child.prompt_ids, model.tokenizer.bos_id if model else None)
+        d = explain(parent, child, model.tokenizer.bos_id if model else None, run.pieces(child))
         message = f"prompt differs from invocation {child.parent_index} at index {d.index}"
         message += f"; likely {d.cause}: {d.detail}"
         yield Hit(at, message, "prompt_ids", _around(before, d.index), _around(child.prompt_ids, d.index))
@@ -143,16 +144,16 @@ def _fits(invocation: Invocation) -> bool:
 )  # fmt: skip
 def extend_state(run: Run) -> Iterator[Hit]:
     for at, child in enumerate(run.invocations):
-        parent = run.parent(child)
-        if child.relation != "extend" or parent is None:
+        parent = run.parent(child) if child.relation == "extend" else None
+        if parent is None:
             continue
         if not (_fits(parent) and _fits(child)):  # E-LENGTH-SEQUENCE speaks of it
             continue
-        if common_prefix(final_ids(parent), child.prompt_ids) < len(parent):
+        if inherited(parent, child) < len(parent):
             continue
         name = state_difference(parent, child)
         if name is not None:
-            message = f"{name} of the first {len(parent)} tokens differs from invocation {child.parent_index}"
+            message = f"{name} gives {len(parent)} shared tokens another state than invocation {child.parent_index}"
             yield Hit(at, message, name, "the parent's values")
 
 
@@ -167,8 +168,8 @@ def extend_state(run: Run) -> Iterator[Hit]:
 )
 def retry_prompt(run: Run) -> Iterator[Hit]:
     for at, child in enumerate(run.invocations):
-        parent = run.parent(child)
-        if child.relation != "retry" or parent is None:
+        parent = run.parent(child) if child.relation == "retry" else None
+        if parent is None:
             continue
         a, b = parent.prompt_ids, child.prompt_ids
         same = common_prefix(a, b)
@@ -187,8 +188,8 @@ def retry_prompt(run: Run) -> Iterator[Hit]:
 )
 def fork_prefix(run: Run) -> Iterator[Hit]:
     for at, child in enumerate(run.invocations):
-        parent = run.parent(child)
-        if child.relation == "fork" and parent and common_prefix(parent.prompt_ids, child.prompt_ids) == 0:
+        parent = run.parent(child) if child.relation == "fork" else None
+        if parent is not None and common_prefix(parent.prompt_ids, child.prompt_ids) == 0:
             message = f"the prompt shares no first token with invocation {child.parent_index}"
             yield Hit(at, message, "prompt_ids", _around(parent.prompt_ids, 0), _around(child.prompt_ids, 0))
 
@@ -204,8 +205,8 @@ def fork_prefix(run: Run) -> Iterator[Hit]:
 )
 def parent_rejected(run: Run) -> Iterator[Hit]:
     for at, child in enumerate(run.invocations):
-        parent = run.parent(child)
-        if parent is not None and parent.accepted is False and child.relation in BUILDS_ON_OUTPUT:
+        parent = run.parent(child) if child.relation in BUILDS_ON_OUTPUT else None
+        if parent is not None and parent.accepted is False:
             message = f"{child.relation} of invocation {child.parent_index}, which was rejected"
             yield Hit(at, message, "parent_index", "an accepted attempt", str(child.parent_index))
 

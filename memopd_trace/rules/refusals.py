@@ -2,6 +2,7 @@
 
 `REFUSALS` are raised while opening or reading a trace (`memopd_trace.storage`, `memopd_trace.metadata`), before any
 row can be judged. `RUN_REFUSALS` are raised by `score`, `audit` and `train`; the validator knows their pages only.
+Codes of scores that are refused there and found here (`E-SCORES-STATE`…) are rules: `scores.py`, `scorefiles.py`.
 """
 
 from __future__ import annotations
@@ -15,6 +16,13 @@ REFUSALS: tuple[Rule, ...] = (
         "the file is damaged, or neither Parquet nor Arrow IPC",
         "open",
         "A trace file MUST be a whole Parquet or Arrow IPC file.",
+        None,
+    ),
+    Rule(
+        "E-LIMIT",
+        "the file asks for more than a reader takes on",
+        "open",
+        "A file MUST NOT ask a reader for more than the limits.",
         None,
     ),
     Rule(
@@ -78,52 +86,12 @@ RUN_REFUSALS: tuple[Rule, ...] = (
         None,
         profiles=(),
     ),
-    Rule(
-        "E-TOKENIZER-MISMATCH",
-        "a model has another tokenizer than the trace",
-        "run",
-        "A model MUST have the tokenizer that the trace's ids come from.",
-        None,
-        profiles=(),
-    ),
     Rule("E-NONFINITE", "a teacher's logits are NaN or infinite", "run", "A score MUST be finite.", None, profiles=()),
     Rule(
         "E-SCORES-OTHER-RUN",
         "a scores folder holds another run",
         "run",
         "A scores folder MUST hold one run.",
-        None,
-        profiles=(),
-    ),
-    Rule(
-        "E-SCORES-DAMAGED",
-        "a shard or the head of a scores folder is damaged",
-        "run",
-        "A shard's bytes MUST match the hash in its name, and the head its digest.",
-        None,
-        profiles=(),
-    ),
-    Rule(
-        "E-SCORES-CHECK",
-        "scores do not follow from their states and head",
-        "run",
-        "`logsumexp` and `logprob` MUST be what state and head give, to 0.001 nats.",
-        None,
-        profiles=(),
-    ),
-    Rule(
-        "E-SCORES-STATE",
-        "a score is of another state than the trace's row",
-        "run",
-        "A score row MUST carry the state digest of the trace row it is joined with.",
-        None,
-        profiles=(),
-    ),
-    Rule(
-        "E-SCORES-MISSING",
-        "a trained token has no score",
-        "run",
-        "Every token that is trained by distillation MUST have a score.",
         None,
         profiles=(),
     ),

@@ -11,6 +11,8 @@ from memopd_trace.lineage import common_prefix, final_ids
 from memopd_trace.rules.episode import Run
 from memopd_trace.rules.registry import Hit, rule
 
+FOREIGN = ("system", "task", "user", "observation", "tool_result")  # kinds that the model did not write
+
 
 def _inside(segment: Segment, length: int) -> bool:
     return 0 <= segment.start <= segment.stop <= length
@@ -108,3 +110,28 @@ def segment_copy(run: Run) -> Iterator[Hit]:
                 message = f"{_name(number, s)} differs from invocation {s.source_index} at offset {same}"
                 yield Hit(at, message, "segments", str(original[same]), str(copy[same]))
                 break
+
+
+@rule(
+    "E-LOSS-CONTENT",
+    "a token that came from outside is to be trained",
+    phase="episode",
+    clause="A token to be trained MUST NOT lie in a segment of a kind that the model does not write.",
+    columns=("segments", "output_slots", "output_sampled", "output_loss_mask", "accepted"),
+    needs=("segments",),
+    hint="what a tool or user wrote inside an output was not sampled: output_sampled is false there",
+)
+def loss_content(run: Run) -> Iterator[Hit]:
+    for at, invocation in enumerate(run.invocations):
+        if invocation.output_slots is not None:
+            continue
+        first = len(invocation.prompt_ids)
+        for number, s in enumerate(invocation.segments or ()):
+            if s.kind in FOREIGN and s.stop > first:
+                start = max(s.start - first, 0)
+                trained = invocation.loss_mask()[start : s.stop - first]
+                if trained.any():
+                    index = start + int(trained.argmax())
+                    message = f"{_name(number, s)} holds output[{index}], which is trained"
+                    yield Hit(at, message, "output_loss_mask", "false", "true")
+                    break

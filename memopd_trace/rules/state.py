@@ -8,9 +8,15 @@ from itertools import pairwise
 
 import numpy as np
 
+from memopd_trace.digest import state_digest
+from memopd_trace.invocation import read_column
+from memopd_trace.jobs import in_threads
 from memopd_trace.rules.batch import Batch
 from memopd_trace.rules.episode import Run
 from memopd_trace.rules.registry import Hit, rule
+from memopd_trace.schema import COLUMN
+
+DIGESTED = ("position_ids", "visible_from", "visible_until", "output_slots")  # the optional parts of a digest
 
 
 @rule(
@@ -108,18 +114,47 @@ def media_order(run: Run) -> Iterator[Hit]:
 
 
 @rule(
+    "E-MEDIA-RUN",
+    "placeholders outside every media run",
+    phase="episode",
+    clause="The id with which a media run begins MUST NOT stand in the prompt outside of all media runs.",
+    columns=("media",),
+    hint="placeholders were expanded twice, or a run was cut: the model then maps contents to the wrong places",
+)
+def media_run(run: Run) -> Iterator[Hit]:
+    for at, invocation in enumerate(run.invocations):
+        ids = invocation.prompt_ids
+        runs = [m for m in invocation.media or () if 0 <= m.start < m.stop <= len(ids)]
+        loose = np.isin(ids, [ids[m.start] for m in runs]) if runs else np.zeros(0, bool)
+        for m in runs:
+            loose[m.start : m.stop] = False
+        if loose.any():
+            index, inside = int(loose.argmax()), sum(m.stop - m.start for m in runs)
+            message = f"placeholder {ids[index]} at index {index} is in no run ({int(loose.sum())} such ids)"
+            yield Hit(at, message, "media", f"{inside} in {len(runs)} runs", f"{inside + int(loose.sum())}")
+
+
+@rule(
     "E-STATE-DIGEST",
     "the state digest is not that of the row",
-    phase="episode",
+    phase="batch",
     clause="`state_digest` MUST be null or the SHA-256 of the row's canonical state bytes.",
-    columns=(
-        "state_digest", "position_ids", "visible_from", "visible_until", "output_slots", "media",
-    ),
+    columns=("state_digest", *DIGESTED, "media"),
     needs=("state_digest",),
     hint="ids or state changed after the digest was computed; if the change was meant, compute it again",
-)  # fmt: skip
-def digest(run: Run) -> Iterator[Hit]:
-    for at, invocation in enumerate(run.invocations):
-        stated = invocation.state_digest
-        if stated is not None and stated != (actual := invocation.compute_digest()):
-            yield Hit(at, "the row's state has another digest", "state_digest", actual.hex(), stated.hex())
+)
+def digest(b: Batch) -> Iterator[Hit]:
+    used = ["prompt_ids", "output_ids", *(name for name in DIGESTED if b.given(name).any())]
+    lists = {name: b.lists(name) for name in used}
+    media = read_column(b.column("media"), COLUMN["media"])
+
+    def compute(row: int) -> bytes:
+        runs = [(m.start, m.stop, m.sha256) for m in media[row] or ()]
+        return state_digest(**{name: each.cell(row) for name, each in lists.items()}, media=runs)
+
+    stated = b.column("state_digest").to_pylist()
+    given = [row for row, digest in enumerate(stated) if digest is not None]
+    tokens = int(b.sequence_lengths.sum()) // max(1, len(b))
+    for row, actual in zip(given, in_threads(compute, given, tokens), strict=True):
+        if stated[row] != actual:
+            yield Hit(row, "the row's state has another digest", "state_digest", actual.hex(), stated[row].hex())

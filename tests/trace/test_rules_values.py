@@ -8,15 +8,17 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pytest
-from helpers_trace import changed, judge, valid
+from helpers_trace import VECTORS, changed, judge, valid
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from memopd_trace import Invocation, TraceMetadata
 from memopd_trace.conform import conform_batch
 from memopd_trace.invocation import batch_from_invocations
+from memopd_trace.pieces import load_pieces
 from memopd_trace.rules import RULES
 from memopd_trace.rules.batch import Batch, ragged_arange
+from memopd_trace.rules.registry import Inputs
 
 METADATA = TraceMetadata.model_validate(valid("train")["metadata"])
 
@@ -309,10 +311,11 @@ def test_ragged_arange_counts_in_each_row(lengths: list[int]) -> None:
 def test_no_batch_rule_chokes_on_an_empty_batch_or_on_nulls() -> None:
     one = Invocation(episode_id="e", invocation_index=0, model_id="m", prompt_ids=[5], output_ids=[])
     batch, _ = conform_batch(batch_from_invocations([one]))
+    given = Inputs(tokenizer=load_pieces(VECTORS / "toy-tokenizer"))
     for rows in (batch, batch.slice(0, 0)):
         assert isinstance(rows, pa.RecordBatch)
         for rule in RULES.values():
             if rule.phase in ("shape", "batch") and rule.check is not None:
-                found = [h.row for h in rule.check(Batch(rows, METADATA))]
+                found = [h.row for h in rule.check(Batch(rows, METADATA, given))]
                 expected = rule.code in ("E-OUTPUT-EMPTY", "E-NEEDS-RELATION") and len(rows)
                 assert found == ([0] if expected else []), rule.code
