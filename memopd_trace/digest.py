@@ -39,19 +39,20 @@ def state_digest(
     """SHA-256 of the canonical bytes (32 bytes). Arrays are int32; `media` is (start, stop, sha256) runs."""
     prompt, output = len(prompt_ids), len(output_ids)
     n = prompt if output_slots is not None else prompt + output
+    counting = np.arange(prompt + output, dtype="<i4")
+    arrays = (
+        prompt_ids,
+        output_ids,
+        counting[:n] if position_ids is None else position_ids,
+        counting[:n] if visible_from is None else visible_from,
+        np.full(n, n, dtype="<i4") if visible_until is None else visible_until,
+        counting[prompt:] if output_slots is None else output_slots,
+    )
     h = hashlib.sha256(_TAG)
-    for ids in (prompt_ids, output_ids):
-        _add(h, ids)
-    _add(h, np.arange(n, dtype=np.int32) if position_ids is None else position_ids)
-    _add(h, np.arange(n, dtype=np.int32) if visible_from is None else visible_from)
-    _add(h, np.full(n, n, dtype=np.int32) if visible_until is None else visible_until)
-    _add(h, np.arange(prompt, prompt + output, dtype=np.int32) if output_slots is None else output_slots)
+    for array in arrays:
+        h.update(len(array).to_bytes(8, "little"))
+        h.update(np.ascontiguousarray(array, dtype="<i4").data)
     h.update(len(media).to_bytes(8, "little"))
     for start, stop, sha256 in media:
         h.update(start.to_bytes(4, "little", signed=True) + stop.to_bytes(4, "little", signed=True) + sha256)
     return h.digest()
-
-
-def _add(h: hashlib._Hash, array: IDS) -> None:
-    h.update(len(array).to_bytes(8, "little"))
-    h.update(np.ascontiguousarray(array, dtype="<i4").tobytes())

@@ -9,9 +9,10 @@ stored.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import datetime
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -129,7 +130,7 @@ class Invocation:
         for column in TRACE_COLUMNS:
             value = getattr(self, column.name)
             if value is not None and pa.types.is_list(column.type) and column.name not in ("segments", "media"):
-                object.__setattr__(self, column.name, _as_array(value, column))
+                object.__setattr__(self, column.name, as_array(value, column))
 
     @property
     def key(self) -> tuple[str, int]:
@@ -192,6 +193,9 @@ class Invocation:
         return dataclasses.replace(self, **changes)
 
 
+_SLOTS = {c.name: vars(Invocation)[c.name] for c in TRACE_COLUMNS}
+
+
 @dataclass(frozen=True, slots=True)
 class Episode:
     """The invocations of one episode, in commit order."""
@@ -224,11 +228,19 @@ class Episode:
         return len(self.invocations)
 
 
-def invocations_from_batch(batch: pa.RecordBatch) -> Iterator[Invocation]:
-    """The rows of a conformed batch (`memopd_trace.conform.conform_batch`) as invocations; arrays are copies."""
-    columns = {c.name: _read_column(batch.column(c.name), c) for c in TRACE_COLUMNS}
+def invocations_from_batch(batch: pa.RecordBatch, columns: Collection[str] | None = None) -> Iterator[Invocation]:
+    """The rows of a conformed batch (`memopd_trace.conform.conform_batch`) as invocations; arrays are copies.
+
+    With `columns`, only these are read, as views of the batch that cannot be written to; asking for another one
+    raises AttributeError.
+    """
+    chosen = [c for c in TRACE_COLUMNS if columns is None or c.name in columns]
+    cells = [(_SLOTS[c.name].__set__, read_column(batch.column(c.name), c, copy=columns is None)) for c in chosen]
     for row in range(batch.num_rows):
-        yield Invocation(**{name: values[row] for name, values in columns.items()})
+        invocation = object.__new__(Invocation)  # its arrays have their types: nothing for __post_init__ to do
+        for put, values in cells:
+            put(invocation, values[row])
+        yield invocation
 
 
 def batch_from_invocations(invocations: Sequence[Invocation]) -> pa.RecordBatch:
@@ -244,7 +256,7 @@ def batch_from_invocations(invocations: Sequence[Invocation]) -> pa.RecordBatch:
             f"column '{name}': {total} items in {len(invocations)} rows, limit {MAX_ITEMS} in one batch",
             hint="write fewer rows at once",
         )
-    arrays = [_write_column([_cell(i, c.name) for i in invocations], c) for c in TRACE_COLUMNS]
+    arrays = [write_column([_cell(i, c.name) for i in invocations], c) for c in TRACE_COLUMNS]
     return pa.RecordBatch.from_arrays(arrays, names=[c.name for c in TRACE_COLUMNS])
 
 
@@ -271,7 +283,12 @@ def _items(value: Any) -> int:
     return len(value.encode()) if isinstance(value, str) and not value.isascii() else len(value)
 
 
-def _as_array(value: ArrayLike, column: Column) -> NDArray[Any]:
+def as_array(value: ArrayLike, column: Column) -> NDArray[Any]:
+    """A list column's cell as an array of its dtype, masked where items may be null.
+
+    Raises:
+        ValueError: it is not one-dimensional, or values do not fit the dtype.
+    """
     dtype = column.type.value_type.to_pandas_dtype()
     if column.items_nullable:
         if not isinstance(value, np.ma.MaskedArray) and not isinstance(value, np.ndarray):
@@ -297,34 +314,50 @@ def _cell(invocation: Invocation, name: str) -> Any:
     return getattr(invocation, name)
 
 
-def _read_column(array: pa.Array, column: Column) -> Sequence[Any]:
-    if column.name == "segments":
-        return [None if v is None else tuple(Segment(**s) for s in v) for v in array.to_pylist()]
-    if column.name == "media":
-        return [None if v is None else tuple(Media(**m) for m in v) for v in array.to_pylist()]
+def read_column(array: pa.Array, column: Column, *, copy: bool = True) -> Sequence[Any]:
+    """The cells of a conformed column as Python values: structs are `Segment`, `Media`, `Sampling`; without `copy`,
+    arrays are views of Arrow's memory where they can be."""
+    if array.null_count == len(array):
+        return [None] * len(array)
+    if column.name in ("segments", "media"):
+        return _read_structs(array, Segment if column.name == "segments" else Media)
     if column.name == "sampling":
         return [None if v is None else Sampling(**v) for v in array.to_pylist()]
     if pa.types.is_map(column.type):
         return [None if v is None else dict(v) for v in array.to_pylist()]
     if pa.types.is_list(column.type):
-        return _read_lists(array, column)
-    return array.to_pylist()
+        return _read_lists(array, column, copy)
+    cells: list[Any] = array.to_pylist()
+    return cells
 
 
-def _read_lists(array: pa.ListArray, column: Column) -> list[NDArray[Any] | None]:
-    if array.null_count == len(array):
-        return [None] * len(array)
+def _read_structs(array: pa.ListArray, kind: type[Segment] | type[Media]) -> list[tuple[Segment | Media, ...] | None]:
+    offsets, flat = iter_list_values(array)
+    parts = list(map(kind, *(flat.field(name).to_pylist() for name in kind.__slots__)))
+    return [None if cell is None else tuple(cell) for cell in _split(parts, offsets, array)]
+
+
+def _read_lists(array: pa.ListArray, column: Column, copy: bool) -> list[NDArray[Any] | None]:
     offsets, flat = iter_list_values(array)
     if column.items_nullable:
         mask = np.asarray(flat.is_null())
-        values: NDArray[Any] = np.ma.masked_array(np.asarray(flat.fill_null(0)), mask, copy=True)
+        values: NDArray[Any] = np.ma.masked_array(np.asarray(flat.fill_null(0)), mask, copy=copy)
     else:
-        values = np.array(flat.to_numpy(zero_copy_only=False), dtype=column.type.value_type.to_pandas_dtype())
-    valid = np.asarray(array.is_valid())
-    return [values[offsets[r] : offsets[r + 1]] if valid[r] else None for r in range(len(array))]
+        values = flat.to_numpy(zero_copy_only=False)
+        values = values.astype(column.type.value_type.to_pandas_dtype(), copy=copy)
+    return _split(values, offsets, array)
 
 
-def _write_column(cells: list[Any], column: Column) -> pa.Array:
+def _split(values: Any, offsets: NDArray[np.int64], array: pa.ListArray) -> list[Any]:
+    """One slice of the flat `values` a row; `None` where the row is null."""
+    cells = [values[start:stop] for start, stop in pairwise(offsets.tolist())]
+    if array.null_count:
+        return [cell if valid else None for cell, valid in zip(cells, array.is_valid().to_pylist(), strict=True)]
+    return cells
+
+
+def write_column(cells: list[Any], column: Column) -> pa.Array:
+    """The cells that `read_column` gives as an Arrow array."""
     kind = column.type
     if all(c is None for c in cells):
         return pa.nulls(len(cells), kind)

@@ -1,4 +1,4 @@
-"""Traces on disk: one Parquet or Arrow IPC file, or a folder of parts with a manifest written last.
+"""Traces on disk or in a store: one Parquet or Arrow IPC file, or a folder of parts with a manifest written last.
 
 Reading streams record batches, so memory does not grow with the trace; writing goes to a temporary name that
 is synced and renamed, so a file under its final name is whole. A folder without `manifest.json` is incomplete.
@@ -7,21 +7,20 @@ is synced and renamed, so a file under its final name is whole. A folder without
 from __future__ import annotations
 
 import json
-import os
 import stat
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, overload
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
+from memopd_trace import limits
+from memopd_trace.arrowfile import file_schema, iter_file
 from memopd_trace.conform import Misfit, conform_batch
-from memopd_trace.disk import atomic_file, is_node, regular_target, sync_folder
 from memopd_trace.errors import InputError, UsageError, first_line
 from memopd_trace.invocation import (
     ITEM_COLUMNS,
@@ -33,13 +32,13 @@ from memopd_trace.invocation import (
 )
 from memopd_trace.metadata import TraceMetadata, parse_metadata
 from memopd_trace.parts import SUFFIXES, Part
+from memopd_trace.places import PathLike, Place, atomic_file, is_node, must_be_file, place, sync_folder
 from memopd_trace.schema import arrow_schema
 
 MANIFEST = "manifest.json"
 TOKENS_PER_BATCH = 4 * 2**20  # 16 MiB of int32 ids: one data page
 ITEMS_PER_BATCH = 64 * 2**20  # of any other list, map or text: 128 MiB of int16 expert ids
 ROWS_PER_BATCH = 16384
-READ_ROWS = 512
 
 
 class TraceReader:
@@ -50,33 +49,20 @@ class TraceReader:
             iterating: `E-UNREADABLE` for a damaged file, `E-SCHEMA` for a column that does not fit.
     """
 
-    def __init__(self, path: str | os.PathLike[str]) -> None:
-        self.path = Path(path)
+    def __init__(self, path: PathLike | Place) -> None:
+        self.path = place(path)
         self.files = trace_files(self.path)
         self.metadata: TraceMetadata = parse_metadata(self.schema(0).metadata, where=str(self.files[0]))
 
     def schema(self, index: int) -> pa.Schema:
         """The Arrow schema of file `index`, as stored."""
-        with _damaged(self.files[index]), _open(self.files[index]) as source:
-            schema = source.schema_arrow if isinstance(source, pq.ParquetFile) else source.schema
-            _read_names(schema)
-            return schema
+        return file_schema(self.files[index])
 
-    def iter_raw(self, index: int, rows: int = READ_ROWS) -> Iterator[pa.RecordBatch]:
-        """The record batches of file `index` as stored, at most `rows` rows each."""
-        with _damaged(self.files[index]), _open(self.files[index]) as source:
-            if isinstance(source, pq.ParquetFile):
-                for batch in source.iter_batches(batch_size=rows):
-                    batch.validate(full=True)
-                    yield batch
-                return
-            for number in range(source.num_record_batches):
-                batch = source.get_batch(number)
-                batch.validate(full=True)  # offsets and indices are the writer's word; nothing reads them unchecked
-                for start in range(0, batch.num_rows, rows):
-                    yield batch.slice(start, rows)
+    def iter_raw(self, index: int, rows: int | None = None) -> Iterator[pa.RecordBatch]:
+        """The record batches of file `index` as stored, at most `rows` rows each (see `iter_file`)."""
+        return iter_file(self.files[index], rows)
 
-    def iter_batches(self, rows: int = READ_ROWS) -> Iterator[pa.RecordBatch]:
+    def iter_batches(self, rows: int | None = None) -> Iterator[pa.RecordBatch]:
         """Batches of all files, conformed to the schema."""
         for index, file in enumerate(self.files):
             for batch in self.iter_raw(index, rows):
@@ -111,13 +97,13 @@ class TraceWriter:
 
     def __init__(
         self,
-        path: str | os.PathLike[str],
+        path: PathLike | Place,
         metadata: TraceMetadata,
         *,
         overwrite: bool = False,
         rows_per_part: int = 100_000,
     ) -> None:
-        self.path, self.metadata = Path(path), metadata
+        self.path, self.metadata = place(path), metadata
         if self.path.suffix and self.path.suffix not in SUFFIXES:
             raise UsageError(
                 f"{self.path}: unknown suffix '{self.path.suffix}'",
@@ -213,7 +199,7 @@ class TraceWriter:
             what = "folder" if self._folder else "regular file"
             raise UsageError(f"{self.path}: is no {what}", hint="write elsewhere")
         if not self._folder:
-            regular_target(self.path)
+            must_be_file(self.path)
 
     def _make_folder(self) -> None:
         try:
@@ -289,13 +275,13 @@ class TraceWriter:
         return self._folder and written + len(self._buffer) >= self._rows_per_part
 
 
-def read(path: str | os.PathLike[str]) -> TraceReader:
+def read(path: PathLike) -> TraceReader:
     """Open a trace (see `TraceReader`)."""
     return TraceReader(path)
 
 
 def write(
-    path: str | os.PathLike[str],
+    path: PathLike,
     metadata: TraceMetadata,
     invocations: Iterator[Invocation] | list[Invocation],
     *,
@@ -307,7 +293,11 @@ def write(
             writer.write(invocation)
 
 
-def trace_files(path: Path) -> list[Path]:
+@overload
+def trace_files(path: Path) -> list[Path]: ...
+@overload
+def trace_files(path: Place) -> list[Place]: ...
+def trace_files(path: Place) -> Sequence[Place]:
     """The files of a trace, in order: the file itself, or a folder's parts as its manifest lists them.
 
     Raises:
@@ -326,14 +316,14 @@ def trace_files(path: Path) -> list[Path]:
     if not stat.S_ISDIR(mode):
         raise InputError(f"{path}: not a regular file", code="E-UNREADABLE", hint="save the trace to a file first")
     manifest = read_manifest(path)
-    files = [path / part["name"] for part in manifest["files"]]
+    files: list[Place] = [path / part["name"] for part in manifest["files"]]
     for file in files:
         if not file.is_file():
             raise InputError(f"{file}: listed in {MANIFEST}, but not there", code="E-INCOMPLETE")
     return files
 
 
-def read_manifest(folder: Path) -> dict[str, Any]:
+def read_manifest(folder: Place) -> dict[str, Any]:
     """The manifest of a trace folder.
 
     Raises:
@@ -342,13 +332,17 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     try:
         if is_node(folder / MANIFEST):  # reading a FIFO would wait for ever
             raise ValueError("not a regular file")
+        limits.check_manifest(folder / MANIFEST)
         manifest = json.loads((folder / MANIFEST).read_text())
         names = [part["name"] for part in manifest["files"]]
-        whole = manifest["complete"] is True and names and all(Path(n).name == n for n in names)
+        plain = all(Path(n).name == n for n in names) and len(set(names)) == len(names)
+        whole = manifest["complete"] is True and names and plain
     except FileNotFoundError:
         raise InputError(
             f"{folder}: no {MANIFEST}", code="E-INCOMPLETE", hint="the writer did not finish; write it again"
         ) from None
+    except InputError:
+        raise
     except (ValueError, KeyError, TypeError, OSError, RecursionError) as error:
         raise InputError(f"{folder / MANIFEST}: not a manifest: {error}", code="E-INCOMPLETE") from None
     if not whole:
@@ -362,32 +356,3 @@ def describe(misfit: Misfit) -> str:
         return f"column '{misfit.column}': expected {misfit.expected}, got {misfit.actual}"
     where = f" in row {misfit.row} of a batch" if misfit.row is not None else ""
     return f"column '{misfit.column}': expected {misfit.expected}, got {misfit.actual}{where}"
-
-
-def _open(path: Path) -> Any:
-    with path.open("rb") as source:
-        magic = source.read(6)
-    if magic[:4] == b"PAR1":
-        return pq.ParquetFile(pa.OSFile(os.fsencode(path)), page_checksum_verification=True)  # a name may be any bytes
-    if magic == b"ARROW1":
-        return pa.ipc.open_file(pa.OSFile(os.fsencode(path)))
-    raise InputError(
-        f"{path}: neither Parquet nor an Arrow IPC file (it begins with {magic!r})",
-        code="E-UNREADABLE",
-        hint="a trace is Parquet or Arrow IPC; other logs have to be converted first",
-    )
-
-
-def _read_names(fields: Any) -> None:
-    """Decode every field's name, nested ones too: Arrow does so only on access, and damage must show here."""
-    for field in fields:
-        _ = field.name
-        _read_names(field.type.field(i) for i in range(field.type.num_fields))
-
-
-@contextmanager
-def _damaged(path: Path) -> Iterator[None]:
-    try:
-        yield
-    except (pa.ArrowException, OSError, EOFError, UnicodeError) as error:
-        raise InputError(f"{path}: cannot be read: {first_line(error)}", code="E-UNREADABLE") from None

@@ -4,18 +4,23 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from pathlib import Path
 
-from memopd_trace.engine import Log, TraceCheck
-from memopd_trace.errors import InputError, printable
-from memopd_trace.report import MAX_TEXT, Report
-from memopd_trace.rules import RULES, choose
+from memopd_trace.engine import TraceCheck
+from memopd_trace.errors import InputError, UsageError, printable
+from memopd_trace.jobs import cores, in_order
+from memopd_trace.log import Log
+from memopd_trace.pieces import load_pieces
+from memopd_trace.places import PathLike, Place, place, size_of
+from memopd_trace.report import MAX_TEXT, Report, TraceSummary
+from memopd_trace.rules import RULES, choose, match
 from memopd_trace.rules.registry import Inputs
 
 MAX_FINDINGS = 100
-
-PathLike = str | os.PathLike[str]
+WORTH_A_PROCESS = 16 * 2**20  # bytes on disk, read in about the second that a process takes to start
 
 
 def validate(
@@ -25,6 +30,12 @@ def validate(
     select: Iterable[str] = (),
     ignore: Iterable[str] = (),
     max_findings: int = MAX_FINDINGS,
+    per_file_ignores: Mapping[str, Iterable[str]] | None = None,
+    tokenizer: PathLike | None = None,
+    views: PathLike | None = None,
+    scores: PathLike | Sequence[PathLike] | None = None,
+    sample: int | None = None,
+    jobs: int | None = 1,
 ) -> Report:
     """Check one or more traces against a profile's rules.
 
@@ -35,23 +46,83 @@ def validate(
         select: codes or globs; only these rules are judged.
         ignore: codes or globs of rules that are not judged.
         max_findings: findings stored per code; counts stay true.
+        per_file_ignores: glob of inputs (`*` crosses folders) -> codes or globs that are not judged there.
+        tokenizer: a folder with a `tokenizer.json`, or that file, for the rules that read text; the extra `tokenizer`.
+        views: a views file of the trace.
+        scores: a scores folder of the trace, or several, which are then held against each other.
+        sample: look only at so many episodes of each trace, the same ones each time. What needs all rows is not run.
+        jobs: check so many inputs at once, in spawned processes (a script then needs `if __name__ == "__main__"`);
+            `None`: one for each processor, where the inputs are large enough to repay it.
 
     Returns:
         The report. An input that is missing, unreadable or refused is a finding in it, and `report.refused`
         counts it; nothing is raised for it.
 
     Raises:
-        UsageError: an unknown profile or a pattern that matches no code.
+        UsageError: an unknown profile, a pattern that matches no code, several traces or a sample with views or scores,
+            or a number below 1.
+        InputError: the tokenizer is missing or no tokenizer.
+        WorkerDiedError: a process was killed, and what it found is lost.
+        MissingExtraError: a tokenizer is given and its library is not installed.
     """
-    paths = [path] if isinstance(path, str | os.PathLike) else list(path)
+    paths, folders = _as_list(path), _as_list(() if scores is None else scores)
+    if len(paths) > 1 and (views is not None or folders):
+        raise UsageError("views and scores are of one trace", hint="validate each trace with its own")
+    if sample is not None and (views is not None or folders):
+        raise UsageError("views and scores need all rows of the trace", hint="leave out the sample")
+    for name, number in (("sample", sample), ("jobs", jobs)):
+        if number is not None and number < 1:
+            raise UsageError(f"{name}: at least 1, got {number}")
+    inputs = Inputs(
+        tokenizer=None if tokenizer is None else load_pieces(tokenizer),
+        views=None if views is None else Path(views),
+        scores=[Path(each) for each in folders] or None,
+    )
     chosen = choose(profile, select, ignore)
-    log = Log({r.code for r in chosen}, max_findings)
-    traces = [TraceCheck(Path(p), chosen, log, Inputs()).run() for p in paths]
-    results = tuple(log.result(r) for r in chosen if r.phase != "open" or log.counts[r.code])
+    unwanted = {os.path.abspath(g): match(codes) for g, codes in (per_file_ignores or {}).items()}  # noqa: PTH100
+    tasks = []
+    for each in paths:
+        left_out = set().union(*(codes for g, codes in unwanted.items() if fnmatchcase(os.path.abspath(each), g)))  # noqa: PTH100
+        judged = [r.code for r in chosen if r.phase == "open" or r.code not in left_out]
+        reasons = dict.fromkeys(left_out, "ignored in this file")
+        tasks.append(_Task(place(each), judged, reasons, max_findings, inputs, sample))
+    log, traces = Log({r.code for r in chosen}, max_findings), []
+    for summary, one in in_order(_judge, tasks, _processes(tasks) if jobs is None else jobs):
+        traces.append(summary)
+        log.absorb(one)
     by_severity = Counter[str]()
     for code, count in log.counts.items():
         by_severity[RULES[code].severity] += count
-    return Report(profile, tuple(traces), results, tuple(log.findings), by_severity["error"], by_severity["warning"])
+    return Report(
+        profile, tuple(traces), log.results(chosen), tuple(log.findings), by_severity["error"], by_severity["warning"]
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Task:
+    """One input to be checked, for whichever process does it: rules go by their codes."""
+
+    path: Place
+    codes: list[str]
+    reasons: dict[str, str]
+    max_findings: int
+    inputs: Inputs
+    sample: int | None
+
+
+def _judge(task: _Task) -> tuple[TraceSummary, Log]:
+    log = Log(set(task.codes), task.max_findings, reasons=dict(task.reasons))
+    check = TraceCheck(task.path, [RULES[code] for code in task.codes], log, task.inputs, task.sample)
+    return check.run(), log
+
+
+def _processes(tasks: Sequence[_Task]) -> int:
+    """One for each processor, or one alone for what is read sooner than another one starts."""
+    return cores() if len(tasks) > 1 and sum(size_of(task.path) for task in tasks) > WORTH_A_PROCESS else 1
+
+
+def _as_list(paths: PathLike | Sequence[PathLike]) -> list[PathLike]:
+    return [paths] if isinstance(paths, str | os.PathLike) else list(paths)
 
 
 def require_valid(path: PathLike, profile: str = "core") -> None:

@@ -12,12 +12,44 @@ from collections.abc import Iterable
 from fnmatch import fnmatchcase
 
 from memopd_trace.errors import UsageError
-from memopd_trace.rules import behaviour, calls, files, lineage, outcome, presence, segments, state, structure
+from memopd_trace.rules import (
+    ancestry,
+    behaviour,
+    calls,
+    files,
+    lineage,
+    outcome,
+    presence,
+    scorefiles,
+    scores,
+    segments,
+    state,
+    structure,
+    text,
+    turns,
+    views,
+)
 from memopd_trace.rules.refusals import REFUSALS, RUN_REFUSALS
 from memopd_trace.rules.registry import PROFILES, Rule
 from memopd_trace.schema import SPEC_VERSION
 
-_MODULES = (files, structure, lineage, segments, state, behaviour, calls, outcome, presence)
+_MODULES = (
+    files,
+    structure,
+    lineage,
+    ancestry,
+    segments,
+    turns,
+    state,
+    behaviour,
+    calls,
+    outcome,
+    presence,
+    text,
+    views,
+    scores,
+    scorefiles,
+)
 
 RULES: dict[str, Rule] = {
     r.code: r
@@ -46,7 +78,7 @@ def choose(profile: str, select: Iterable[str] = (), ignore: Iterable[str] = ())
     """
     if profile not in PROFILES:
         raise UsageError(f"no profile '{profile}'", hint=f"one of {', '.join(PROFILES)}")
-    wanted, unwanted = _match(select), _match(ignore)
+    wanted, unwanted = match(select), match(ignore)
     return [
         r
         for r in RULES.values()
@@ -60,7 +92,12 @@ def codes_json(rules: Iterable[Rule] = RULES.values()) -> str:
     return json.dumps(document, indent=1, ensure_ascii=False) + "\n"
 
 
-def _match(patterns: Iterable[str]) -> set[str]:
+def match(patterns: Iterable[str]) -> set[str]:
+    """The codes that a pattern (a code or a glob, in any case) matches.
+
+    Raises:
+        UsageError: a pattern matches none; the message names the nearest codes.
+    """
     found: set[str] = set()
     for pattern in patterns:
         matches = {code for code in RULES if fnmatchcase(code, pattern.upper())}

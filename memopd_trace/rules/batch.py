@@ -40,6 +40,10 @@ class Lists:
         """[B], 0 where the list is null."""
         return np.diff(self.offsets)
 
+    def cell(self, row: int) -> Any:
+        """The list of one row as an array, or `None`."""
+        return self.values[self.offsets[row] : self.offsets[row + 1]] if self.given[row] else None
+
 
 @dataclass(frozen=True, slots=True)
 class Tokens:
@@ -58,6 +62,8 @@ class Batch:
         self._lists: dict[str, Lists] = {}
         self._strings: dict[str, pa.Array] = {}
         self._outputs: dict[str, Tokens] = {}
+        self._largest: dict[str, int] = {}
+        self._ranges: dict[str, tuple[Any, Any]] = {}
 
     def __len__(self) -> int:
         return int(self.table.num_rows)
@@ -124,11 +130,18 @@ class Batch:
         if name not in self._lists:
             array = self.column(name)
             offsets, flat = iter_list_values(array)
-            item_given = np.asarray(flat.is_valid())
+            item_given = np.asarray(flat.is_valid()) if flat.null_count else np.broadcast_to(np.True_, len(flat))
             filled = flat.fill_null(0) if flat.null_count else flat
             values: Array = np.asarray(filled.to_numpy(zero_copy_only=False))
             self._lists[name] = Lists(offsets, values, np.asarray(array.is_valid()), item_given)
         return self._lists[name]
+
+    def all_below(self, name: str, limit: Ints) -> bool:
+        """Whether every item of an int32 list column is from 0 to below the least `limit` [B]: one pass, no copy."""
+        if name not in self._largest:
+            values = self.lists(name).values.view(np.uint32)  # where a negative number is a large one
+            self._largest[name] = int(values.max(initial=0))
+        return not len(self) or self._largest[name] < int(limit.min())
 
     @cached_property
     def prompt_lengths(self) -> Ints:
@@ -160,6 +173,11 @@ class Batch:
     def _tokens(self, name: str, lengths: Ints) -> Tokens:
         lists = self.lists(name)
         fits = lists.given & (lists.lengths == lengths)
+        if fits.all():  # as most columns of most traces are, or are not there at all
+            return Tokens(lists.values, lists.item_given)
+        if not fits.any():
+            total = int(lengths.sum())
+            return Tokens(np.zeros(total, lists.values.dtype), np.broadcast_to(np.False_, total))
         given = np.repeat(fits, lengths)
         values = np.zeros(len(given), lists.values.dtype)
         source = np.repeat(fits, lists.lengths)
@@ -183,17 +201,49 @@ class Batch:
         return ragged_arange(self.output_lengths)
 
     @cached_property
+    def last_output(self) -> Bools:
+        """[M]: the last output token of its row."""
+        last = np.zeros(int(self.output_lengths.sum()), bool)
+        last[np.cumsum(self.output_lengths)[self.output_lengths > 0] - 1] = True
+        return last
+
+    def row_counts(self, tokens: Bools) -> Ints:
+        """[B]: how many of a row's output tokens are marked [M]."""
+        counts, filled = np.zeros(len(self), np.int64), self.output_lengths > 0
+        if filled.any():
+            starts = (np.cumsum(self.output_lengths) - self.output_lengths)[filled]
+            counts[filled] = np.add.reduceat(tokens, starts, dtype=np.int64)
+        return counts
+
+    def all_within(self, name: str, low: float, high: float) -> bool:
+        """Whether every value of an output column [M] is a number above `low` and at most `high` (where null, 0)."""
+        if name not in self._ranges:
+            values = self.output(name).values
+            self._ranges[name] = (values.min(initial=0), values.max(initial=0))  # NaN goes through
+        least, most = self._ranges[name]
+        return bool(least > low and most <= high)
+
+    @cached_property
     def sampled(self) -> Bools:
         """[M]: chosen by the policy (null = true)."""
+        if self._is_null("output_sampled"):
+            return np.ones(len(self.row_of_output), bool)
         tokens = self.output("output_sampled")
         return np.where(tokens.given, tokens.values, True).astype(bool)
 
     @cached_property
     def trained(self) -> Bools:
         """[M]: sampled, in the loss mask (null = as sampled), and not of a rejected attempt."""
+        if self._is_null("output_loss_mask") and self._is_null("accepted"):
+            return self.sampled
         mask = self.output("output_loss_mask")
         accepted = self.flags("accepted", True)[self.row_of_output]
         return self.sampled & np.where(mask.given, mask.values, True).astype(bool) & accepted
+
+    @cached_property
+    def trains(self) -> Bools:
+        """[B]: the row has a token to be trained."""
+        return self.row_counts(self.trained) > 0
 
     # hits
 

@@ -17,6 +17,7 @@ PRECISION_RUN, PRECISION_DISTINCT = 32, 16  # values, and distinct ones, before 
 TINY = 1e-3  # float32 log-softmax itself is coarse this close to 0: a few multiples of 2^-24
 HALF_BITS = 0x1FFF  # the mantissa bits of float32 that neither float16 nor bfloat16 has
 LP = ("output_logprobs",)
+USUAL = ("output_logprobs", SENTINEL, 0)  # a batch whose values are all in this range breaks none of the first rules
 
 
 @rule(
@@ -29,6 +30,8 @@ LP = ("output_logprobs",)
     hint="the logits were bad; where there is no value, write null",
 )
 def logprob_nan(b: Batch) -> Iterator[Hit]:
+    if b.all_within(*USUAL):
+        return
     lp = b.output("output_logprobs")
     yield from b.output_hits(np.isnan(lp.values), "output_logprobs", "is NaN", lp.values, expected="a number or null")
 
@@ -43,6 +46,8 @@ def logprob_nan(b: Batch) -> Iterator[Hit]:
     hint="a probability above 1: a filler, a loss with the wrong sign, or half precision",
 )
 def logprob_positive(b: Batch) -> Iterator[Hit]:
+    if b.all_within(*USUAL):
+        return
     lp = b.output("output_logprobs")
     yield from b.output_hits(lp.values > ROUNDING, "output_logprobs", "is positive", lp.values, expected="at most 0")
 
@@ -57,6 +62,8 @@ def logprob_positive(b: Batch) -> Iterator[Hit]:
     hint="compute log-softmax in float32 and keep it there",
 )
 def logprob_rounding(b: Batch) -> Iterator[Hit]:
+    if b.all_within(*USUAL):
+        return
     lp = b.output("output_logprobs")
     bad = (lp.values > 0) & (lp.values <= ROUNDING)
     yield from b.output_hits(bad, "output_logprobs", "is above 0", lp.values, expected="at most 0")
@@ -73,6 +80,8 @@ def logprob_rounding(b: Batch) -> Iterator[Hit]:
     "(output_sampled false)",
 )
 def logprob_inf(b: Batch) -> Iterator[Hit]:
+    if b.all_within(*USUAL):
+        return
     lp = b.output("output_logprobs")
     bad = np.isneginf(lp.values) & b.sampled
     yield from b.output_hits(bad, "output_logprobs", "is -inf", lp.values, expected="a finite number or null")
@@ -88,6 +97,8 @@ def logprob_inf(b: Batch) -> Iterator[Hit]:
     hint='servers write -9999 for "none"; write null',
 )
 def logprob_sentinel(b: Batch) -> Iterator[Hit]:
+    if b.all_within(*USUAL):
+        return
     lp = b.output("output_logprobs")
     bad = (lp.values <= SENTINEL) & np.isfinite(lp.values)
     yield from b.output_hits(bad, "output_logprobs", "is a filler", lp.values, expected=f"above {SENTINEL:g}, or null")
@@ -104,6 +115,8 @@ def logprob_sentinel(b: Batch) -> Iterator[Hit]:
 )
 def logprob_null(b: Batch) -> Iterator[Hit]:
     lp = b.output("output_logprobs")
+    if lp.given.all():
+        return
     bad = b.given("output_logprobs")[b.row_of_output] & b.trained & ~lp.given
     yield from b.output_hits(bad, "output_logprobs", "is null on a token to be trained", expected="a number of nats")
 
@@ -119,8 +132,8 @@ def logprob_null(b: Batch) -> Iterator[Hit]:
 )
 def logprob_zero(b: Batch) -> Iterator[Hit]:
     lp = b.output("output_logprobs")
-    given = np.bincount(b.row_of_output, lp.given, len(b))
-    other = np.bincount(b.row_of_output, lp.given & (lp.values != 0), len(b))
+    given = b.row_counts(lp.given)
+    other = b.row_counts(lp.given & (lp.values != 0))
     greedy = b.numbers("sampling", "temperature", 1.0) == 0
     no_choice = greedy & b.equals("logprob_kind", "tempered", "processed")
     no_choice |= (b.numbers("sampling", "top_k", 0) == 1) & b.equals("logprob_kind", "processed")
@@ -141,8 +154,7 @@ def logprob_quantised(b: Batch) -> Iterator[Hit]:
     lp = b.output("output_logprobs")
     real = lp.given & (lp.values < -TINY) & np.isfinite(lp.values)
     fine = real & ((np.ascontiguousarray(lp.values, np.float32).view(np.uint32) & HALF_BITS) != 0)
-    counts = np.bincount(b.row_of_output, real, len(b))
-    any_fine = np.bincount(b.row_of_output, fine, len(b))
+    counts, any_fine = b.row_counts(real), b.row_counts(fine)
     for row in np.flatnonzero((counts >= PRECISION_RUN) & (any_fine == 0)):
         if len(np.unique(lp.values[(b.row_of_output == row) & real])) >= PRECISION_DISTINCT:
             message = f"all {int(counts[row])} logprobs fit float16 or bfloat16"
@@ -217,6 +229,8 @@ def unknown_kind(b: Batch) -> Bools:
 )  # fmt: skip
 def support_unknown(b: Batch) -> Iterator[Hit]:
     renormalised = b.equals("logprob_kind", "processed") & _cuts_support(b)
+    if not renormalised.any():
+        return
     lp, mass = b.output("output_logprobs"), b.output("output_kept_logmass")
     bad = renormalised[b.row_of_output] & b.trained & lp.given & ~mass.given
     yield from b.output_hits(bad, "output_kept_logmass", "is missing under 'processed'", expected="a log mass")
@@ -277,5 +291,8 @@ def loss_rejected(b: Batch) -> Iterator[Hit]:
     hint="they belong to the engine's ids, which these need not be: record those, or leave this null",
 )
 def retokenized_logprobs(b: Batch) -> Iterator[Hit]:
-    bad = b.equals("token_source", "retokenized")[b.row_of_output] & b.output("output_logprobs").given
+    derived = b.equals("token_source", "retokenized")
+    if not derived.any():
+        return
+    bad = derived[b.row_of_output] & b.output("output_logprobs").given
     yield from b.output_hits(bad, "output_logprobs", "belongs to ids the engine did not report", expected="null")

@@ -6,14 +6,13 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 
 from memopd_trace.conform import Misfit
-from memopd_trace.disk import file_sha256
 from memopd_trace.metadata import KEY, TraceMetadata, spec_version_of
+from memopd_trace.places import Place, place_sha256
 from memopd_trace.rules.registry import Hit, Inputs, rule
 from memopd_trace.schema import COLUMN, SPEC_VERSION
 from memopd_trace.storage import MANIFEST
@@ -35,7 +34,7 @@ class FileContext:
     trace's, set for its last file.
     """
 
-    path: Path
+    path: Place
     index: int
     schema: pa.Schema
     metadata: TraceMetadata
@@ -229,7 +228,7 @@ def _count_hits(file: FileContext, key: str, count: int, total: int | None) -> I
     unless=no_manifest,
 )
 def manifest_sha256(file: FileContext) -> Iterator[Hit]:
-    stated, actual = (file.part or {}).get("sha256"), file_sha256(file.path)
+    stated, actual = (file.part or {}).get("sha256"), place_sha256(file.path)
     if stated != actual:
         yield Hit(None, f"{MANIFEST} names another SHA-256", None, str(stated), actual)
 
@@ -245,9 +244,9 @@ def manifest_sha256(file: FileContext) -> Iterator[Hit]:
 def manifest_stray(file: FileContext) -> Iterator[Hit]:
     listed = {part["name"] for part in (file.manifest or {}).get("files", ())}
     if file.index == 0:
-        for path in sorted(file.path.parent.glob("*.parquet")):
-            if path.name not in listed:
-                yield Hit(None, f"'{path.name}' is not listed in {MANIFEST}", None, "a listed part", path.name)
+        for name in sorted(path.name for path in file.path.parent.glob("*.parquet")):
+            if name not in listed:
+                yield Hit(None, f"'{name}' is not listed in {MANIFEST}", None, "a listed part", name)
 
 
 @rule(

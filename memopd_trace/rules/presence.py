@@ -23,7 +23,7 @@ TRAINED = ("output_ids", "output_sampled", "output_loss_mask", "accepted")
 
 def _trains(b: Batch) -> Bools:
     """[B]: the row has a token to be trained."""
-    return np.bincount(b.row_of_output, b.trained, len(b)) > 0
+    return b.trains
 
 
 def _episode_trains(run: Run) -> bool:

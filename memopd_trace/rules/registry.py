@@ -9,21 +9,39 @@ warnings; no option changes that. Phases, in the order in which a row meets them
     batch     per batch, vectorised over flat child arrays
     key       per run of rows with one `episode_id`; runs with broken keys are not shown to `episode` rules
     episode   per whole episode
+    views-shape, views, views-file          rules about a views file that is given with a trace: which of its rows fit
+              together and belong to a row of the trace; what those rows hold; the file as a whole
+    scores-shape, scores, scores-file       the same for each scores folder that is given
     run       never by the validator: `score`, `audit` and `train` refuse with it (exit code 3)
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cache
 from importlib import resources
+from pathlib import Path
 from typing import Any, Literal
 
-from memopd_trace.report import Severity
-
-Phase = Literal["open", "file", "shape", "batch", "key", "episode", "run"]
+Phase = Literal[
+    "open",
+    "file",
+    "shape",
+    "batch",
+    "key",
+    "episode",
+    "views-shape",
+    "views",
+    "views-file",
+    "scores-shape",
+    "scores",
+    "scores-file",
+    "run",
+]
 Want = Literal["tokenizer", "views", "scores"]
+Severity = Literal["error", "warning"]
 Profile = Literal["core", "lineage", "policy", "train"]
 PROFILES: tuple[Profile, ...] = ("core", "lineage", "policy", "train")
 
@@ -90,6 +108,11 @@ class Rule:
         """The rule's documentation, Markdown."""
         return _page(self.code)
 
+    @property
+    def clause_url(self) -> str | None:
+        """Where the specification states the clause, e.g. `spec/trace.md#rows-order`; `None` where it does not."""
+        return _clauses().get(self.code)
+
     def to_dict(self) -> dict[str, Any]:
         """The entry as `spec/codes.json` holds it."""
         return {
@@ -101,6 +124,7 @@ class Rule:
             "columns": list(self.columns),
             "wants": self.wants,
             "clause": self.clause,
+            "clause_url": self.clause_url,
         }
 
 
@@ -119,7 +143,8 @@ def rule(
 ) -> Callable[[Check], Rule]:
     """Turn a function into a `Rule`. What the function is given depends on the phase:
 
-    file: `FileContext`; shape and batch: `Batch`; key: `Run, EpisodesSeen`; episode: `Run`.
+    file: `FileContext`; shape and batch: `Batch`; key: `Run, EpisodesSeen`; episode: `Run`; views-shape and views:
+    `ViewBatch`; views-file: `ViewsContext`; scores-shape and scores: `ScoreBatch`; scores-file: `ScoresContext`.
     """
 
     def make(check: Check) -> Rule:
@@ -138,6 +163,13 @@ def rule(
         )
 
     return make
+
+
+@cache
+def _clauses() -> dict[str, str]:
+    """Code -> clause, as `make spec` reads it from the texts of the specification."""
+    clauses: dict[str, str] = json.loads(Path(__file__).with_name("clauses.json").read_text(encoding="utf-8"))
+    return clauses
 
 
 @cache

@@ -47,7 +47,7 @@ def required_null(b: Batch) -> Iterator[Hit]:
 )
 def output_length(b: Batch) -> Iterator[Hit]:
     for name in OUTPUT_COLUMNS:
-        yield from _length_hits(b, name, b.output_lengths, "len(output_ids)")
+        yield from length_hits(b, name, b.output_lengths, "len(output_ids)")
 
 
 @rule(
@@ -61,10 +61,11 @@ def output_length(b: Batch) -> Iterator[Hit]:
 )
 def sequence_length(b: Batch) -> Iterator[Hit]:
     for name in SEQUENCE_COLUMNS:
-        yield from _length_hits(b, name, b.sequence_lengths, "the sequence's length")
+        yield from length_hits(b, name, b.sequence_lengths, "the sequence's length")
 
 
-def _length_hits(b: Batch, name: str, lengths: Ints, meaning: str) -> Iterator[Hit]:
+def length_hits(b: Batch, name: str, lengths: Ints, meaning: str) -> Iterator[Hit]:
+    """One hit per row whose list of this column is given and not as long as `lengths` [B] says."""
     lists = b.lists(name)
     for row in np.flatnonzero(lists.given & (lists.lengths != lengths)):
         want, have = lengths[row], lists.lengths[row]
@@ -191,6 +192,8 @@ def output_empty(b: Batch) -> Iterator[Hit]:
 def id_range(b: Batch) -> Iterator[Hit]:
     limit = b.per_model(lambda m: m.tokenizer.vocab_size, np.iinfo(np.int32).max)
     for name in ("prompt_ids", "output_ids"):
+        if b.all_below(name, limit):
+            continue
         ids = b.lists(name)
         bad = (ids.values < 0) | (ids.values >= np.repeat(limit, ids.lengths))
         yield from b.item_hits(bad, name, "is no id of the model", expected="0 to vocab_size - 1")
@@ -208,6 +211,8 @@ def id_padded(b: Batch) -> Iterator[Hit]:
     size = b.per_model(lambda m: m.tokenizer.size, np.iinfo(np.int32).max)
     limit = b.per_model(lambda m: m.tokenizer.vocab_size, np.iinfo(np.int32).max)
     for name in ("prompt_ids", "output_ids"):
+        if b.all_below(name, size):
+            continue
         ids = b.lists(name)
         bad = (ids.values >= np.repeat(size, ids.lengths)) & (ids.values < np.repeat(limit, ids.lengths))
         yield from b.item_hits(bad, name, "has no text in the tokenizer", expected="below the tokenizer's size")
@@ -224,6 +229,8 @@ def id_padded(b: Batch) -> Iterator[Hit]:
 )
 def no_context(b: Batch) -> Iterator[Hit]:
     bare = (b.prompt_lengths == 0) & ~b.given("output_slots")
+    if not bare.any():
+        return
     bad = bare[b.row_of_output] & (b.index_of_output == 0) & b.sampled
     yield from b.output_hits(bad, "output_ids", "has no context: prompt_ids is empty", b.lists("output_ids").values)
 

@@ -32,6 +32,7 @@ from memopd_trace.behaviour import Behaviour, behaviour_of
 from memopd_trace.errors import InputError, UsageError
 from memopd_trace.invocation import Episode, Invocation
 from memopd_trace.metadata import Tokenizer, TraceMetadata
+from memopd_trace.places import Place
 from memopd_trace.storage import TraceReader
 from memopd_trace.validate import require_valid
 from memopd_trainer.advantages import token_weights, trained_mask
@@ -177,7 +178,7 @@ def _digest(groups: Sequence[Group], policy: bool) -> str:
     return h.hexdigest()
 
 
-def _one_model(path: Path, invocations: Sequence[Invocation]) -> str:
+def _one_model(path: Place, invocations: Sequence[Invocation]) -> str:
     """The `model_id` that all trained rows share."""
     counts = Counter(i.model_id for i in invocations)
     if len(counts) > 1:
