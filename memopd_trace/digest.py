@@ -5,14 +5,15 @@ Canonical bytes, in this order; integers are little-endian and every array is pr
     b"memopd-trace/state/1"
     prompt_ids      int32[]
     output_ids      int32[]
-    position_ids    int32[n]   default 0…n-1 written out
-    visible_from    int32[n]   default k written out
-    visible_until   int32[n]   default n written out
-    output_slots    int32[]    default len(prompt_ids) + i written out
+    position_ids    int32[n], or the length 0 alone: 0…n-1
+    visible_from    int32[n], or the length 0 alone: k
+    visible_until   int32[n], or the length 0 alone: n
+    output_slots    int32[], or the length 0 alone: null
     media           uint64 count, then per run: int32 start, int32 stop, 32 bytes sha256
 
-n = len(prompt) + len(output), or len(prompt) where `output_slots` is given. Identity (episode, index, model)
-and lineage stay out: two rows with one digest were sampled in one state, whoever they belong to.
+n = len(prompt) + len(output), or len(prompt) where `output_slots` is given. A default that is written out counts as
+one that is left out. Identity (episode, index, model) and lineage stay out: two rows with one digest were sampled in
+one state, whoever they belong to.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from numpy.typing import NDArray
 
 IDS = NDArray[np.int32]
 _TAG = b"memopd-trace/state/1"
+_NONE = bytes(8)  # a length of 0
 
 
 def state_digest(
@@ -37,22 +39,30 @@ def state_digest(
     media: Sequence[tuple[int, int, bytes]] = (),
 ) -> bytes:
     """SHA-256 of the canonical bytes (32 bytes). Arrays are int32; `media` is (start, stop, sha256) runs."""
-    prompt, output = len(prompt_ids), len(output_ids)
-    n = prompt if output_slots is not None else prompt + output
-    counting = np.arange(prompt + output, dtype="<i4")
-    arrays = (
-        prompt_ids,
-        output_ids,
-        counting[:n] if position_ids is None else position_ids,
-        counting[:n] if visible_from is None else visible_from,
-        np.full(n, n, dtype="<i4") if visible_until is None else visible_until,
-        counting[prompt:] if output_slots is None else output_slots,
-    )
+    n = len(prompt_ids) + (len(output_ids) if output_slots is None else 0)
     h = hashlib.sha256(_TAG)
-    for array in arrays:
-        h.update(len(array).to_bytes(8, "little"))
-        h.update(np.ascontiguousarray(array, dtype="<i4").data)
+    for array, default in (
+        (prompt_ids, None),
+        (output_ids, None),
+        (position_ids, _counting),
+        (visible_from, _counting),
+        (visible_until, _ends),
+        (output_slots, None),
+    ):
+        if array is None or (default is not None and np.array_equal(array, default(n))):
+            h.update(_NONE)
+        else:
+            h.update(len(array).to_bytes(8, "little"))
+            h.update(np.ascontiguousarray(array, "<i4").data)
     h.update(len(media).to_bytes(8, "little"))
     for start, stop, sha256 in media:
         h.update(start.to_bytes(4, "little", signed=True) + stop.to_bytes(4, "little", signed=True) + sha256)
     return h.digest()
+
+
+def _counting(n: int) -> IDS:
+    return np.arange(n, dtype=np.int32)
+
+
+def _ends(n: int) -> IDS:
+    return np.full(n, n, np.int32)

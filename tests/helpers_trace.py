@@ -12,15 +12,16 @@ from memopd_trace import Report, validate
 VECTORS = Path(__file__).parent.parent / "spec" / "vectors"
 
 
-def _builder() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("vector_builder", VECTORS / "build.py")
+def script(path: Path) -> ModuleType:
+    """A script of `spec/`, which is no package, as a module."""
+    spec = importlib.util.spec_from_file_location(f"spec_{path.stem}", path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
 
 
-builder = _builder()
+builder = script(VECTORS / "build.py")
 
 
 def valid(name: str) -> dict[str, Any]:
@@ -35,9 +36,15 @@ def build(vector: dict[str, Any], folder: Path, name: str = "trace") -> Path:
     return path
 
 
+def inputs(vector: dict[str, Any], folder: Path, name: str = "trace") -> dict[str, Any]:
+    """What a vector wants beside the trace, as options of `validate`; views and scores are written under `folder`."""
+    tokenizer = {"tokenizer": VECTORS / vector["tokenizer"]} if "tokenizer" in vector else {}
+    return {**tokenizer, **builder.build_inputs(vector, folder, name)}
+
+
 def judge(vector: dict[str, Any], folder: Path, profile: str | None = None, **options: Any) -> Report:
     """The report on a vector."""
-    return validate(build(vector, folder), profile or vector["profile"], **options)
+    return validate(build(vector, folder), profile or vector["profile"], **{**inputs(vector, folder), **options})
 
 
 def changed(name: str, *changes: tuple[int, dict[str, Any]]) -> dict[str, Any]:

@@ -10,7 +10,6 @@ import numpy as np
 
 from memopd_trace.digest import state_digest
 from memopd_trace.invocation import read_column
-from memopd_trace.jobs import in_threads
 from memopd_trace.rules.batch import Batch
 from memopd_trace.rules.episode import Run
 from memopd_trace.rules.registry import Hit, rule
@@ -144,17 +143,12 @@ def media_run(run: Run) -> Iterator[Hit]:
     hint="ids or state changed after the digest was computed; if the change was meant, compute it again",
 )
 def digest(b: Batch) -> Iterator[Hit]:
-    used = ["prompt_ids", "output_ids", *(name for name in DIGESTED if b.given(name).any())]
-    lists = {name: b.lists(name) for name in used}
-    media = read_column(b.column("media"), COLUMN["media"])
-
-    def compute(row: int) -> bytes:
-        runs = [(m.start, m.stop, m.sha256) for m in media[row] or ()]
-        return state_digest(**{name: each.cell(row) for name, each in lists.items()}, media=runs)
-
+    names = ("prompt_ids", "output_ids", *DIGESTED)
+    arrays = [read_column(b.column(name), COLUMN[name], copy=False) for name in names]
+    media = [
+        [(m.start, m.stop, m.sha256) for m in runs or ()] for runs in read_column(b.column("media"), COLUMN["media"])
+    ]
     stated = b.column("state_digest").to_pylist()
-    given = [row for row, digest in enumerate(stated) if digest is not None]
-    tokens = int(b.sequence_lengths.sum()) // max(1, len(b))
-    for row, actual in zip(given, in_threads(compute, given, tokens), strict=True):
-        if stated[row] != actual:
-            yield Hit(row, "the row's state has another digest", "state_digest", actual.hex(), stated[row].hex())
+    for row, (digest, *state) in enumerate(zip(stated, *arrays, media, strict=True)):
+        if digest is not None and digest != (actual := state_digest(*state)):
+            yield Hit(row, "the row's state has another digest", "state_digest", actual.hex(), digest.hex())

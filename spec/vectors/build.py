@@ -12,6 +12,7 @@ import copy
 import hashlib
 import json
 import re
+import struct
 import sys
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 HERE = Path(__file__).parent
+KINDS = ("valid", "invalid", "future")
 
 # The columns' types as the specification states them (written again here, on purpose).
 TYPES = {
@@ -68,6 +70,36 @@ TYPES = {
     "ended_at": "timestamp",
     "extra": "map<string,string>",
 }
+VIEW_TYPES = {
+    "episode_id": "string",
+    "invocation_index": "int32",
+    "view": "dictionary<string>",
+    "state_digest": "binary32",
+    "prompt_ids": "list<int32>",
+    "position_ids": "list<int32>",
+    "visible_from": "list<int32>",
+    "visible_until": "list<int32>",
+    "output_slots": "list<int32>",
+    "media": "list<struct<start:int32,stop:int32,sha256:binary32,mime:string,uri:string>>",
+    "view_digest": "binary32",
+}
+SCORE_TYPES = {
+    "episode_id": "string",
+    "invocation_index": "int32",
+    "state_digest": "binary32",
+    "teacher_id": "dictionary<string>",
+    "view": "dictionary<string>",
+    "view_digest": "binary32",
+    "output_index": "list<int32>",
+    "logprob": "list<float32>",
+    "logsumexp": "list<float32>",
+    "entropy": "list<float32>",
+    "topk_ids": "list<list<int32>>",
+    "topk_logprobs": "list<list<float32>>",
+    "tail_logprob": "list<float32>",
+    "hidden": "list<states<float32,2>>",
+    "logits": "list<list<float32>>",
+}
 PLAIN = {
     "string": pa.string(),
     "large_string": pa.large_string(),
@@ -80,6 +112,7 @@ PLAIN = {
     "float16": pa.float16(),
     "float32": pa.float32(),
     "float64": pa.float64(),
+    "uint16": pa.uint16(),
     "binary32": pa.binary(32),
     "timestamp": pa.timestamp("us", tz="UTC"),
 }
@@ -93,12 +126,22 @@ def load(path: Path) -> dict[str, Any]:
     base = load(HERE / "valid" / f"{vector['base']}.json")
     whole = {**base, **vector}
     whole["metadata"] = merge(base["metadata"], vector.get("metadata", {}))
-    rows = copy.deepcopy(base["rows"])
-    for row, changes in vector.get("set", {}).items():
-        rows[int(row)].update(changes)
-    rows += vector.get("append", [])
-    whole["rows"] = [rows[i] for i in vector.get("order", range(len(rows)))]
+    whole["rows"] = change(base["rows"], vector)
+    for key in ("views", "scores"):
+        if key in base and key in vector:
+            described = "metadata" if key == "views" else "run"
+            whole[key] = {**base[key], **vector[key], "rows": change(base[key]["rows"], vector[key])}
+            whole[key][described] = merge(base[key][described], vector[key].get(described, {}))
     return whole
+
+
+def change(rows: list[dict[str, Any]], how: dict[str, Any]) -> list[dict[str, Any]]:
+    """Rows with the cells of `set` replaced, those of `append` added, and those of `order` kept."""
+    rows = copy.deepcopy(rows)
+    for row, changes in how.get("set", {}).items():
+        rows[int(row)].update(changes)
+    rows += how.get("append", [])
+    return [rows[i] for i in how.get("order", range(len(rows)))]
 
 
 def build(vector: dict[str, Any], folder: Path, name: str) -> Path:
@@ -110,18 +153,48 @@ def build(vector: dict[str, Any], folder: Path, name: str) -> Path:
         return _build_folder(vector, folder / name)
     path = folder / (f"{name}.arrow" if storage == "ipc" else f"{name}.parquet")
     table = to_table(vector, vector["rows"], vector["metadata"])
+    for _ in range(vector.get("doubled", 0)):
+        table = pa.concat_tables([table, table]).combine_chunks()
     if storage == "ipc":
-        with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_file(sink, table.schema) as writer:
+        options = pa.ipc.IpcWriteOptions(**vector.get("ipc", {}))
+        with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_file(sink, table.schema, options=options) as writer:
             writer.write_table(table)
     else:
-        pq.write_table(table, path)
+        _write_parquet(table, path, vector.get("parquet", {}))
     _damage(path, vector.get("damage", {}))
     return path
 
 
-def to_table(vector: dict[str, Any], rows: list[dict[str, Any]], metadata: Any) -> pa.Table:
+def build_inputs(vector: dict[str, Any], folder: Path, name: str) -> dict[str, Path | list[Path]]:
+    """Write what a validator is to be given beside the trace: `views`, a file, and `scores`, a folder or several."""
+    inputs: dict[str, Path | list[Path]] = {}
+    if "views" in vector:
+        views = vector["views"]
+        path = folder / f"{name}.views.{'arrow' if views.get('storage') == 'ipc' else 'parquet'}"
+        inputs["views"] = path
+        if not views.get("absent"):
+            table = to_table(views, views["rows"], views["metadata"], VIEW_TYPES, "memopd_trace_views")
+            _write_views(table, path)
+            _damage(path, views.get("damage", {}))
+    if "scores" in vector:
+        scores = vector["scores"]
+        first = _build_scores(scores, folder / f"{name}.scores")
+        inputs["scores"] = first
+        if "again" in scores:
+            other = {**scores, "rows": change(scores["rows"], scores["again"])}
+            inputs["scores"] = [first, _build_scores(other, folder / f"{name}.scores-again")]
+    return inputs
+
+
+def to_table(
+    vector: dict[str, Any],
+    rows: list[dict[str, Any]],
+    metadata: Any,
+    declared: dict[str, str] = TYPES,
+    key: str = "memopd_trace",
+) -> pa.Table:
     """The rows as an Arrow table; a column that no row names is absent."""
-    types = {**TYPES, **vector.get("types", {})}
+    types = {**declared, **vector.get("types", {})}
     used = (
         {name for row in vector["rows"] for name in row} | set(vector.get("types", {})) | set(vector.get("empty", ()))
     )
@@ -134,7 +207,7 @@ def to_table(vector: dict[str, Any], rows: list[dict[str, Any]], metadata: Any) 
     raw = vector.get("raw_metadata", json.dumps(metadata))
     schema = pa.schema(
         [pa.field(n, a.type) for n, a in zip(names, arrays, strict=True)],
-        metadata=None if raw is None else {"memopd_trace": raw},
+        metadata=None if raw is None else {key: raw},
     )
     return pa.Table.from_arrays(arrays, schema=schema)
 
@@ -154,6 +227,8 @@ def parse_type(text: str) -> pa.DataType:
         make = {"list": pa.list_, "large_list": pa.large_list, "list_view": pa.list_view}[outer]
         return make(pa.field(label or "item", parse_type(item)))
     parts = inner.split(",")
+    if outer == "states":
+        return pa.list_(parse_type(parts[0]), int(parts[1]))
     if outer == "map":
         return pa.map_(parse_type(parts[0]), parse_type(parts[1]))
     if outer == "struct":
@@ -162,13 +237,15 @@ def parse_type(text: str) -> pa.DataType:
 
 
 def decode(value: Any, kind: pa.DataType) -> Any:
-    """A JSON value as Python value: hex for binary, "NaN" and "-Infinity" for floats, pairs for maps."""
+    """A JSON value as Python value: hex for binary, "NaN" for floats, digits for integers, pairs for maps."""
     if value is None:
         return None
     if pa.types.is_fixed_size_binary(kind):
         return bytes.fromhex(value)
     if pa.types.is_floating(kind):
         return float(value)
+    if pa.types.is_integer(kind) or pa.types.is_timestamp(kind):
+        return int(value)  # beyond 2^53 a string
     if pa.types.is_map(kind):
         return [(k, decode(v, kind.item_type)) for k, v in value.items()]
     if pa.types.is_struct(kind):
@@ -194,6 +271,19 @@ def merge(target: Any, patch: Any) -> Any:
     out = {k: v for k, v in target.items() if k not in patch}
     out.update({k: merge(target.get(k), v) for k, v in patch.items() if v is not None})
     return out
+
+
+def _write_parquet(table: pa.Table, path: Path, options: dict[str, Any]) -> None:
+    """`footer_only`: as writers other than Arrow do, the metadata is in the footer and not in `ARROW:schema` too."""
+    options = {**options}
+    rows, footer_only = options.pop("row_group_size", None), options.pop("footer_only", False)
+    metadata = table.schema.metadata
+    if footer_only:
+        table = table.replace_schema_metadata(None)
+    with pq.ParquetWriter(path, table.schema, **options) as writer:
+        writer.write_table(table, rows)
+        if footer_only:
+            writer.add_key_value_metadata(metadata)
 
 
 def _build_folder(vector: dict[str, Any], folder: Path) -> Path:
@@ -226,6 +316,54 @@ def _build_folder(vector: dict[str, Any], folder: Path) -> Path:
     return folder
 
 
+def _write_views(table: pa.Table, path: Path) -> None:
+    if path.suffix == ".arrow":
+        with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_file(sink, table.schema) as writer:
+            writer.write_table(table)
+    else:
+        pq.write_table(table, path)
+
+
+def _build_scores(scores: dict[str, Any], folder: Path) -> Path:
+    """`run.json`, shards, the head and the manifest; a shard's name carries the hash of its bytes."""
+    if scores.get("absent"):
+        return folder
+    folder.mkdir(parents=True)
+    (folder / "run.json").write_text(scores.get("raw_run") or json.dumps(scores["run"]))
+    rows, files = list(scores["rows"]), []
+    for number, size in enumerate(scores.get("shards", [len(rows)])):
+        part, rows = rows[:size], rows[size:]
+        run = merge(scores["run"], scores.get("shard_run", {}).get(str(number), {}))
+        table = to_table(scores, part, run, SCORE_TYPES, "memopd_trace_scores")
+        path = folder / f"shard-{number:06d}"
+        pq.write_table(table, path)
+        path = path.rename(folder / f"{path.name}-{hashlib.sha256(path.read_bytes()).hexdigest()[:16]}.parquet")
+        files.append({"name": path.name, "rows": size})
+        _damage(path, scores.get("shard_damage", {}).get(str(number), {}))
+    for number in scores.get("unlisted", ()):
+        files.pop(number)
+    if "head" in scores:
+        (folder / "head.safetensors").write_bytes(safetensors(scores["head"]))
+    manifest: Any = {"spec_version": "1.0", "files": files, "rows": sum(f["rows"] for f in files), "complete": True}
+    if scores.get("manifest", {}) is not None:
+        (folder / "manifest.json").write_text(json.dumps(merge(manifest, scores.get("manifest", {}))))
+    for name in scores.get("remove", ()):
+        (folder / name).unlink()
+    return folder
+
+
+def safetensors(tensors: dict[str, list[list[float]]]) -> bytes:
+    """float32 matrices as a safetensors file: the header's length, the header, the bytes in order."""
+    header, data = {}, b""
+    for name, matrix in tensors.items():
+        flat = [x for row in matrix for x in row]
+        place = [len(data), len(data) + 4 * len(flat)]
+        header[name] = {"dtype": "F32", "shape": [len(matrix), len(matrix[0])], "data_offsets": place}
+        data += struct.pack(f"<{len(flat)}f", *flat)
+    text = json.dumps(header).encode()
+    return struct.pack("<Q", len(text)) + text + data
+
+
 def _damage(path: Path, damage: dict[str, Any]) -> None:
     """`keep`: the first part of the bytes only; `content`: other bytes altogether (hex)."""
     data = path.read_bytes()
@@ -238,11 +376,12 @@ def _damage(path: Path, damage: dict[str, Any]) -> None:
 def main(arguments: list[str]) -> None:
     """Build all vectors, or those named, into a folder."""
     out, names = Path(arguments[0]), set(arguments[1:])
-    for kind in ("valid", "invalid"):
+    for kind in KINDS:
         (out / kind).mkdir(parents=True, exist_ok=True)
         for path in sorted((HERE / kind).glob("*.json")):
             if not names or path.stem in names:
-                print(build(load(path), out / kind, path.stem))
+                vector = load(path)
+                print(build(vector, out / kind, path.stem), *build_inputs(vector, out / kind, path.stem).values())
 
 
 if __name__ == "__main__":

@@ -7,8 +7,10 @@ import struct
 
 import numpy as np
 import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
 
-from memopd_trace.invocation import Invocation, Media
+from memopd_trace.invocation import IDS, Invocation, Media
 
 
 def row(**fields: object) -> Invocation:
@@ -22,6 +24,11 @@ def row(**fields: object) -> Invocation:
     return Invocation(**{**base, **fields})  # type: ignore[arg-type]
 
 
+def defaults(n: int) -> dict[str, IDS]:
+    counting = np.arange(n, dtype=np.int32)
+    return {"position_ids": counting, "visible_from": counting, "visible_until": np.full(n, n, np.int32)}
+
+
 def by_hand(*arrays: list[int], media: tuple[tuple[int, int, bytes], ...] = ()) -> bytes:
     data = b"memopd-trace/state/1"
     for array in arrays:
@@ -32,19 +39,52 @@ def by_hand(*arrays: list[int], media: tuple[tuple[int, int, bytes], ...] = ()) 
     return hashlib.sha256(data).digest()
 
 
-def test_defaults_are_written_out() -> None:
-    expected = by_hand([7, 8, 9], [10, 11], [0, 1, 2, 3, 4], [0, 1, 2, 3, 4], [5] * 5, [3, 4])
-    assert row().compute_digest() == expected
+def test_a_default_is_a_length_of_zero_left_out_or_written_out() -> None:
+    assert row().compute_digest() == by_hand([7, 8, 9], [10, 11], [], [], [], [])
     explicit = row(position_ids=range(5), visible_from=range(5), visible_until=[5] * 5)
-    assert explicit.compute_digest() == expected
+    assert explicit.compute_digest() == row().compute_digest()
+
+
+def test_what_is_no_default_is_written_whole() -> None:
+    evicted = row(position_ids=range(1, 6), visible_until=[5, 3, 5, 5, 5])
+    assert evicted.compute_digest() == by_hand([7, 8, 9], [10, 11], [1, 2, 3, 4, 5], [], [5, 3, 5, 5, 5], [])
 
 
 def test_in_place_generation_and_media_are_part_of_the_state() -> None:
     image = Media(0, 2, b"\x05" * 32)
     slots = row(prompt_ids=[1, 0, 2], output_ids=[9], output_slots=[1], media=[image])
-    assert slots.compute_digest() == by_hand(
-        [1, 0, 2], [9], [0, 1, 2], [0, 1, 2], [3] * 3, [1], media=((0, 2, b"\x05" * 32),)
-    )
+    assert slots.compute_digest() == by_hand([1, 0, 2], [9], [], [], [], [1], media=((0, 2, b"\x05" * 32),))
+
+
+ids = st.lists(st.integers(0, 2**31 - 1), max_size=12)
+STATE = ("position_ids", "visible_from", "visible_until")
+
+
+@given(prompt=ids, output=ids, slots=st.booleans(), written=st.sets(st.sampled_from(STATE), min_size=1))
+def test_each_default_may_be_written_out(prompt: list[int], output: list[int], slots: bool, written: set[str]) -> None:
+    plain = row(prompt_ids=prompt, output_ids=output, output_slots=range(len(output)) if slots else None)
+    explicit = plain.replace(**{name: defaults(len(plain))[name] for name in written})
+    assert explicit.compute_digest() == plain.compute_digest()
+
+
+@given(
+    data=st.data(), prompt=ids, output=ids, name=st.sampled_from(("prompt_ids", "output_ids", "output_slots", *STATE))
+)
+def test_one_changed_value_changes_the_digest(
+    data: st.DataObject, prompt: list[int], output: list[int], name: str
+) -> None:
+    slots = range(len(output)) if name == "output_slots" or data.draw(st.booleans()) else None
+    before = row(prompt_ids=prompt, output_ids=output, output_slots=slots)
+    before = before.replace(**{each: defaults(len(before))[each] for each in STATE if data.draw(st.booleans())})
+    values = defaults(len(before)).get(name, getattr(before, name))
+    assume(len(values))
+    changed = np.array(values)
+    changed[data.draw(st.integers(0, len(values) - 1))] ^= 1 << data.draw(st.integers(0, 30))
+    assert before.replace(**{name: changed}).compute_digest() != before.compute_digest()
+
+
+def test_slots_have_no_default() -> None:
+    assert row(output_slots=[3, 4]).compute_digest() != row().compute_digest(), "though 3 and 4 is where they would go"
 
 
 @pytest.mark.parametrize(

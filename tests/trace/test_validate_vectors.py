@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pyarrow as pa
 import pytest
-from helpers_trace import VECTORS, build, builder
+from helpers_trace import VECTORS, build, builder, inputs
 
 import memopd_trace
 from memopd_trace import rules, validate
@@ -29,7 +29,7 @@ def code_of(path: Path) -> str:
 @pytest.mark.parametrize("path", VALID, ids=lambda p: p.stem)
 def test_valid_vector_has_no_finding(path: Path, tmp_path: Path) -> None:
     vector = builder.load(path)
-    report = validate(build(vector, tmp_path), vector["profile"])
+    report = validate(build(vector, tmp_path), vector["profile"], **inputs(vector, tmp_path))
     assert report.clean, report.to_text()
     assert sum(t.rows for t in report.traces) == len(vector["rows"]) > 0
 
@@ -38,7 +38,7 @@ def test_valid_vector_has_no_finding(path: Path, tmp_path: Path) -> None:
 def test_invalid_vector_gives_exactly_its_codes(path: Path, tmp_path: Path) -> None:
     vector = builder.load(path)
     trace = build(vector, tmp_path)
-    report = validate(trace, vector["profile"])
+    report = validate(trace, vector["profile"], **inputs(vector, tmp_path))
     assert report.codes == set(vector["codes"]), report.to_text()
     assert {f.code for f in report.findings} == report.codes
     assert code_of(path) in {*vector["codes"], vector.get("read")}, "a vector is named after its code"
@@ -72,8 +72,29 @@ def test_every_code_has_a_page_that_begins_with_its_title() -> None:
     for code, rule in RULES.items():
         lines = rule.page.splitlines()
         assert lines[0] == f"# {code}: {rule.title}"
-        assert 10 <= len(lines) <= 25, code
+        assert 10 <= len(lines) <= 30, code
         assert all(f"**{part}" in rule.page for part in ("Why.", "Wrong", "Right", "Fix.")), code
+
+
+def test_pages_and_the_table_of_cases_name_each_other() -> None:
+    rows = re.findall(
+        r"^\| ([A-J]\d\d) \|(.*)\|$", (VECTORS.parent / "cases.md").read_text(encoding="utf-8"), re.MULTILINE
+    )
+    table = {(code, case) for case, text in rows for code in re.findall(r"`([EW]-[A-Z0-9-]+)`", text)}
+    lines = {code: re.findall(r"^\*\*Cases\.\*\* (.*)$", rule.page, re.MULTILINE) for code, rule in RULES.items()}
+    pages = {(code, case) for code, found in lines.items() for line in found for case in line.split(", ")}
+    assert len(rows) > 50 and len(table) > 100
+    assert table == pages
+    assert all(("**Seen as.**" in rule.page) == bool(lines[code]) for code, rule in RULES.items())
+
+
+def test_every_case_is_caught_by_a_code_or_by_a_part_that_has_tests() -> None:
+    root = Path(__file__).parents[2]
+    for line in (VECTORS.parent / "cases.md").read_text(encoding="utf-8").splitlines():
+        if re.match(r"\| [A-J]\d\d \|", line):
+            tests = re.findall(r"`(tests/[a-z_/]+\.py)`", line)
+            assert tests or re.search(r"`[EW]-", line), line
+            assert all((root / name).is_file() for name in tests), line
 
 
 def test_codes_json_is_what_the_registry_renders() -> None:
@@ -127,6 +148,7 @@ def test_the_builder_imports_nothing_of_this_project() -> None:
 
 
 def test_vectors_are_described() -> None:
-    keys = {k for p in (*VALID, *INVALID) for k in json.loads(p.read_text(encoding="utf-8"))}
+    future = sorted((VECTORS / "future").glob("*.json"))
+    keys = {k for p in (*VALID, *INVALID, *future) for k in json.loads(p.read_text(encoding="utf-8"))}
     readme = (VECTORS / "README.md").read_text(encoding="utf-8")
     assert not {k for k in keys if f"`{k}`" not in readme}
