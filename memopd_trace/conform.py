@@ -8,6 +8,7 @@ that could change a value (float16 logprobs, int64 ids, a null where none may st
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -16,6 +17,7 @@ import pyarrow.compute as pc
 
 from memopd_trace.schema import TRACE_COLUMNS, Column, type_name
 
+MAX_EXPANDED = 2**28  # items or bytes that shared or absent values may come to in one batch
 FIRST_SECOND, LAST_SECOND = -62_135_596_800, 253_402_300_799  # of the years 1 and 9999, from 1970
 
 
@@ -38,15 +40,17 @@ class Misfit:
     row: int | None = None
 
 
-def conform_batch(batch: pa.RecordBatch) -> tuple[pa.RecordBatch, list[Misfit]]:
-    """The batch with every declared column in declared order and type, and what did not fit.
+def conform_batch(
+    batch: pa.RecordBatch, columns: Sequence[Column] = TRACE_COLUMNS
+) -> tuple[pa.RecordBatch, list[Misfit]]:
+    """The batch with every column of a table in declared order and type, and what did not fit.
 
     Absent optional columns come as all-null; a column that does not fit comes as all-null too and is named in
     the list, so that rules can still look at the others. Undeclared columns are left out.
     """
     arrays, misfits = [], []
     names = batch.schema.names
-    for column in TRACE_COLUMNS:
+    for column in columns:
         if names.count(column.name) != 1:
             if column.required or names.count(column.name) > 1:
                 actual = "nothing" if column.name not in names else "the name twice"
@@ -57,7 +61,7 @@ def conform_batch(batch: pa.RecordBatch) -> tuple[pa.RecordBatch, list[Misfit]]:
         arrays.append(array)
         if misfit is not None:
             misfits.append(misfit)
-    fields = [pa.field(c.name, a.type) for c, a in zip(TRACE_COLUMNS, arrays, strict=True)]
+    fields = [pa.field(c.name, a.type) for c, a in zip(columns, arrays, strict=True)]
     return pa.RecordBatch.from_arrays(arrays, schema=pa.schema(fields)), misfits
 
 
@@ -81,10 +85,12 @@ def conform(array: pa.Array, target: pa.DataType) -> pa.Array:
     """
     if pa.types.is_timestamp(target) and pa.types.is_timestamp(array.type) and array.type.tz is not None:
         return _timestamp(array, target)
+    if pa.types.is_dictionary(array.type):
+        _check_shared(array, target)
     if array.type.equals(target) and not _may_hide_nulls(target):
         return array
     if pa.types.is_null(array.type):
-        return pa.nulls(len(array), target)
+        return _nulls(array, target)
     if isinstance(array, pa.ExtensionArray):
         array = array.storage
     if pa.types.is_dictionary(target):
@@ -118,6 +124,28 @@ def _may_hide_nulls(target: pa.DataType) -> bool:
     return pa.types.is_struct(target) and any(not f.nullable or _may_hide_nulls(f.type) for f in target)
 
 
+def _nulls(array: pa.Array, target: pa.DataType) -> pa.Array:
+    """As many nulls as `array` has items: it has no buffers that would bound their number."""
+    _check_size(len(array), array, target)
+    return pa.nulls(len(array), target)
+
+
+def _check_shared(array: pa.DictionaryArray, target: pa.DataType) -> None:
+    """A value of a dictionary is stored once and read as often as rows name it."""
+    words = array.dictionary
+    if words.nbytes * len(array) > MAX_EXPANDED and (
+        pa.types.is_string(words.type) or pa.types.is_large_string(words.type)
+    ):
+        lengths = pc.binary_length(words).cast(pa.int64())
+        _check_size(pc.sum(lengths.take(array.indices)).as_py() or 0, array, target)
+
+
+def _check_size(size: int, array: pa.Array, target: pa.DataType) -> None:
+    if size > MAX_EXPANDED:
+        detail = f"values that come to {size} items or bytes in one batch, limit {MAX_EXPANDED}"
+        raise MisfitError(type_name(target), type_name(array.type), detail)
+
+
 def _string(array: pa.Array, target: pa.DataType) -> pa.Array:
     kind = array.type
     if pa.types.is_dictionary(kind):
@@ -129,7 +157,16 @@ def _string(array: pa.Array, target: pa.DataType) -> pa.Array:
         return _string(array.dictionary, target).take(indices)
     if not (pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_string_view(kind)):
         raise MisfitError(type_name(target), type_name(kind))
+    if pa.types.is_string_view(kind):
+        _check_size(int(_view_lengths(array).sum()), array, target)
     return pc.cast(array, pa.string())
+
+
+def _view_lengths(array: pa.Array) -> np.ndarray:
+    """int64[len]: the lengths of a view array's values, 0 where null; a view is 16 bytes, its length first."""
+    stop = array.offset + len(array)  # the buffer may be longer, by no whole view
+    views = np.frombuffer(array.buffers()[1], "<i4", count=4 * stop).reshape(-1, 4)[array.offset :, 0]
+    return np.where(np.asarray(array.is_valid()), views, 0).astype(np.int64)
 
 
 def _list(array: pa.Array, target: pa.DataType) -> pa.Array:
@@ -142,6 +179,8 @@ def _list(array: pa.Array, target: pa.DataType) -> pa.Array:
         or pa.types.is_large_list_view(kind)
     ):
         raise MisfitError(type_name(target), type_name(kind))
+    if pa.types.is_list_view(kind) or pa.types.is_large_list_view(kind):  # rows may share their items
+        _check_size(pc.sum(pc.list_value_length(array)).as_py() or 0, array, target)
     offsets, flat = iter_list_values(array)
     if offsets[-1] > np.iinfo(np.int32).max:
         raise MisfitError(type_name(target), type_name(kind), f"{offsets[-1]} items in one batch, limit 2^31-1")
@@ -167,7 +206,7 @@ def _struct(array: pa.Array, target: pa.DataType) -> pa.Array:
         if field.name not in have and not field.nullable:
             raise MisfitError(type_name(target), type_name(array.type), f"no field '{field.name}'")
         # StructArray.field ignores the parent's validity, flatten applies it; both honour slices
-        child = array.field(field.name) if field.name in have else pa.nulls(len(array), field.type)
+        child = array.field(field.name) if field.name in have else _nulls(array, field.type)
         child = conform(child, field.type)
         if not field.nullable and pc.any(pc.and_(child.is_null(), array.is_valid())).as_py():
             raise MisfitError(type_name(target), type_name(array.type), f"null in '{field.name}'")
@@ -203,10 +242,13 @@ def _timestamp(array: pa.Array, target: pa.DataType) -> pa.Array:
 
 
 def _fixed_binary(array: pa.Array, target: pa.DataType) -> pa.Array:
-    if not (pa.types.is_binary(array.type) or pa.types.is_large_binary(array.type) or array.type.equals(target)):
-        raise MisfitError(type_name(target), type_name(array.type))
-    width = target.byte_width
-    lengths = pc.unique(pc.binary_length(array.drop_null()))
-    if any(length != width for length in lengths.to_pylist()):
-        raise MisfitError(type_name(target), type_name(array.type), f"a value is not {width} bytes long")
+    kind, width = array.type, target.byte_width
+    if pa.types.is_binary_view(kind):
+        lengths = _view_lengths(array)[np.asarray(array.is_valid())]
+    elif pa.types.is_binary(kind) or pa.types.is_large_binary(kind) or kind.equals(target):
+        lengths = np.asarray(pc.binary_length(array.drop_null()))
+    else:
+        raise MisfitError(type_name(target), type_name(kind))
+    if (lengths != width).any():
+        raise MisfitError(type_name(target), type_name(kind), f"a value is not {width} bytes long")
     return pc.cast(array, target)

@@ -8,7 +8,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pytest
 
-from memopd_trace.conform import conform_batch
+from memopd_trace.conform import conform, conform_batch
 from memopd_trace.invocation import invocations_from_batch
 from memopd_trace.schema import COLUMN, TRACE_COLUMNS
 
@@ -62,6 +62,7 @@ ENCODINGS: dict[str, Callable[[], dict[str, pa.Array]]] = {
         )
     },
     "variable-size binary": lambda: {"state_digest": pa.array([b"a" * 32, None, b"b" * 32])},
+    "binary_view": lambda: {"state_digest": pa.array([b"a" * 32, None, b"b" * 32], pa.binary_view())},
 }
 
 
@@ -86,6 +87,13 @@ def test_struct_fields_and_columns_may_come_in_any_order() -> None:
     assert content(data.select(data.column_names[::-1])) == expected
 
 
+@pytest.mark.parametrize("kind", [pa.string_view(), pa.binary_view()], ids=str)
+def test_a_view_without_values_reads_as_no_values(kind: pa.DataType) -> None:
+    """Polars writes such columns for a list of structs that holds nothing; their buffer is no multiple of a view."""
+    column = pa.Array.from_buffers(kind, 0, [None, pa.py_buffer(bytes(8))])
+    assert conform(column, pa.string() if kind == pa.string_view() else pa.binary(32)).to_pylist() == []
+
+
 def test_a_slice_reads_as_its_copy() -> None:
     data = table()
     assert content(data.slice(1)) == content(data)[1:]
@@ -107,6 +115,7 @@ def test_null_empty_and_zero_stay_three_things() -> None:
         ({"prompt_ids": pa.array([1, 2, 3], pa.int32())}, "prompt_ids", "type", "int32"),
         ({"model_id": pa.array(["m", None, "m"])}, "model_id", "null", "null"),
         ({"state_digest": pa.array([b"short", None, None])}, "state_digest", "type", "32 bytes"),
+        ({"state_digest": pa.array([b"short", None, None], pa.binary_view())}, "state_digest", "type", "32 bytes"),
         ({"invocation_index": pa.array([0, 1, 0], pa.int64())}, "invocation_index", "type", "int64"),
         (
             {"segments": pa.array([[{"start": 0}], None, []], pa.list_(pa.struct([("start", pa.int32())])))},
