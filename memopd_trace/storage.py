@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import stat
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
@@ -71,14 +71,14 @@ class TraceReader:
                     raise InputError(f"{file}: {describe(misfits[0])}", code="E-SCHEMA")
                 yield conformed
 
-    def iter_invocations(self) -> Iterator[Invocation]:
-        """Rows in file order."""
+    def iter_invocations(self, columns: Collection[str] | None = None) -> Iterator[Invocation]:
+        """Rows in file order, with all columns or (as views) those named: see `invocations_from_batch`."""
         for batch in self.iter_batches():
-            yield from invocations_from_batch(batch)
+            yield from invocations_from_batch(batch, columns)
 
-    def iter_episodes(self) -> Iterator[Episode]:
-        """Runs of rows with one `episode_id`; one episode is in memory at a time."""
-        return group_episodes(self.iter_invocations())
+    def iter_episodes(self, columns: Collection[str] | None = None) -> Iterator[Episode]:
+        """Runs of rows with one `episode_id`; one episode is in memory at a time. `columns` as `iter_invocations`."""
+        return group_episodes(self.iter_invocations(columns))
 
 
 class TraceWriter:

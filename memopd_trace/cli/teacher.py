@@ -8,9 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import typer
-from rich.console import Console
-from rich.markup import escape
-from rich.table import Table
 
 from memopd_trace.cli.console import OutputFormat, notice, progress, require
 from memopd_trace.errors import printable
@@ -31,6 +28,8 @@ class AttentionName(StrEnum):
 
     auto = "auto"
     sdpa = "sdpa"
+    flex = "flex"
+    flash = "flash"
     eager = "eager"
 
 
@@ -45,33 +44,20 @@ def plan(
 
     Example: memopd-trace plan runs/today.parquet --teacher models/teacher
     """
-    from memopd_scorer.cost import estimate
+    from memopd_scorer.cost import ModelCost
     from memopd_scorer.plan import PlanSummary
     from memopd_scorer.plan import plan as plan_packs
+    from memopd_scorer.states import STATE_COLUMNS
 
+    cost = None if teacher is None else ModelCost.read(teacher)
     require_valid(trace)
     reader = TraceReader(trace)
     size = min(model.tokenizer.size for model in reader.metadata.models.values())
-    summary = PlanSummary(layout.value, max_tokens)
-    for pack in plan_packs(reader.iter_episodes(), layout=layout.value, max_tokens=max_tokens, vocabulary=size):
+    summary = PlanSummary(layout.value, max_tokens, cost)
+    episodes = reader.iter_episodes(STATE_COLUMNS)
+    for pack in plan_packs(episodes, layout=layout.value, max_tokens=max_tokens, vocabulary=size):
         summary.add(pack)
-    rows: dict[str, Any] = {
-        "layout": summary.layout,
-        "packs": summary.packs,
-        "invocations": summary.invocations,
-        "logical_tokens": summary.logical_tokens,
-        "executed_tokens": summary.executed_tokens,
-        "sharing": round(summary.sharing, 4),
-        "targets": summary.targets,
-        "left_out": summary.left_out,
-        "prediction_rows": summary.prediction_rows,
-        "visible_pairs": summary.pairs,
-        "longest_pack": summary.longest_pack,
-        "plan_digest": summary.digest,
-    }
-    if teacher is not None:
-        rows.update(estimate(summary, teacher))
-    _print(rows, format)
+    _print(summary.to_json(), format)
 
 
 def score(
@@ -81,7 +67,11 @@ def score(
     signal: str = typer.Option("sampled,hidden", help="Comma-separated: sampled, topk, hidden, full."),
     topk: int = typer.Option(64, min=1, help="k of the signal topk (the teacher's choice)."),
     layout: LayoutName = typer.Option(LayoutName.tree),
-    attention: AttentionName = typer.Option(AttentionName.auto),
+    attention: AttentionName = typer.Option(
+        AttentionName.auto,
+        help="auto: by device and dtype. sdpa: anywhere. flex: FlexAttention. flash: CUDA, half precision, no recorded "
+        "visibility. eager: dense masks, for tests.",
+    ),
     dtype: str = typer.Option("float32", help="float32, bfloat16, float16 or float64."),
     device: str = typer.Option("cpu", help="A torch device, e.g. cuda:0."),
     max_tokens: int = typer.Option(8192, min=1, help="Packed tokens in one forward."),
@@ -117,6 +107,7 @@ def score(
             "scores": str(result.folder),
             "layout": result.plan.layout,
             "probe": result.probe,
+            "attention": result.attention,
             "invocations": result.plan.invocations,
             "targets": result.plan.targets,
             "left_out": result.plan.left_out,
@@ -190,6 +181,10 @@ def _print(rows: dict[str, Any], format: OutputFormat) -> None:
 
 
 def _print_audit(report: Any) -> None:
+    from rich.console import Console
+    from rich.markup import escape
+    from rich.table import Table
+
     table = Table("state", "tokens", "max |Δ|", "p99 |Δ|", "mean |Δ|", "false clips", box=None)
     rows = [("recorded", report.recorded)]
     rows += [(f"  segment {k}", c) for k, c in report.by_segment_kind.items()]

@@ -9,13 +9,13 @@ Example: [7 8 9 | 1], [7 8 9 | 2 3] and [7 8 5 | 4] have 13 tokens, of which 8 a
 
 from __future__ import annotations
 
-import hashlib
 from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
 
 from memopd_trace.invocation import Invocation
+from memopd_trace.lineage import first_true, realm, shareable_length
 
 TREE_TOKENS = 16 * 2**20  # 128 MiB of keys; a larger set is counted in parts
 
@@ -63,38 +63,16 @@ class PrefixTree:
 
 def prefix_key(invocation: Invocation) -> tuple[bytes, bytes, int]:
     """(realm, the shareable tokens as bytes, bytes a token): equal bytes are equal prefixes within a realm."""
-    length = shareable_length(invocation)
-    realm = hashlib.sha256(invocation.model_id.encode())
-    for media in invocation.media or ():
-        realm.update(b"%d,%d" % (media.start, media.stop) + media.sha256)
+    length = shareable_length(len(invocation), invocation.visible_from, invocation.visible_until)
+    digest, routes = realm(invocation)
     records = np.empty((length, 2), ">i4")
     records[:, 0] = invocation.sequence_ids[:length]
     records[:, 1] = invocation.positions()[:length]
-    routes, steps = invocation.routed_experts, max(1, len(invocation) - 1)
     if routes is None:
-        return realm.digest(), records.tobytes(), 8
-    if len(routes) % steps:  # of unknown width: shared with nothing but its equal
-        realm.update(routes.tobytes())
-        return realm.digest(), records.tobytes(), 8
-    width = len(routes) // steps
-    realm.update(b"routes %d" % width)
-    table = routes.reshape(steps, width)[:length]
+        return digest, records.tobytes(), 8
+    width, table = routes.shape[1], routes[:length]
     known = records[: len(table)]  # where the last token went is not recorded
-    return realm.digest(), np.hstack([_bytes(known), _bytes(table)]).tobytes(), 8 + 2 * width
-
-
-def shareable_length(invocation: Invocation) -> int:
-    """How many leading tokens another invocation may share: up to the first token whose visibility is not the default,
-    and before the first query that such a token lets look ahead."""
-    n = len(invocation)
-    limit = n
-    if invocation.visible_until is not None:
-        limit = min(limit, _first(invocation.visible_until != n, n))
-    if invocation.visible_from is not None:
-        other = invocation.visible_from != np.arange(n)
-        if other.any():
-            limit = min(limit, _first(other, n), max(0, int(invocation.visible_from[other].min())))
-    return limit
+    return digest + b" routes %d" % width, np.hstack([_bytes(known), _bytes(table)]).tobytes(), 8 + 2 * width
 
 
 def _bytes(table: NDArray[np.generic]) -> NDArray[np.uint8]:
@@ -104,8 +82,4 @@ def _bytes(table: NDArray[np.generic]) -> NDArray[np.uint8]:
 
 def _common_bytes(a: bytes, b: bytes) -> int:
     n = min(len(a), len(b))
-    return _first(np.frombuffer(a, np.uint8, n) != np.frombuffer(b, np.uint8, n), n)
-
-
-def _first(flags: NDArray[np.bool_], default: int) -> int:
-    return int(flags.argmax()) if flags.any() else default
+    return first_true(np.frombuffer(a, np.uint8, n) != np.frombuffer(b, np.uint8, n), n)

@@ -3,9 +3,10 @@
 The plan is one pure value that scorer, audit and trainer share; nobody computes "the last n tokens" again.
 numpy only, no torch.
 
-Invocations of a group are sorted, so that equal prefixes meet, and packed depth first: each adds only the
-tokens that the branch before it does not share. Two states share a token only if the id, the position id, the
-visibility so far and the realm (model, media, expert routes) agree.
+Invocations of a group are sorted, so that equal prefixes meet (`memopd_scorer.prefixes`), cut where packs begin
+(`memopd_scorer.fit`), and packed depth first: each adds only the tokens that the branch before it does not share. Two
+states share a token only if the id, the position id, the visibility so far and the realm (model, media, expert routes)
+agree.
 
 Example: A = [7 8 9 | 1], B = [7 8 9 | 2 3], C = [7 8 5 | 4] (prompt | output), layout `tree`:
 
@@ -22,6 +23,7 @@ Shape legend: T packed tokens, S states of the pack, M targets (sampled tokens t
 from __future__ import annotations
 
 import hashlib
+import sys
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
@@ -30,19 +32,25 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from memopd_scorer.states import State, first, shareable_length, state_of
+from memopd_scorer.cost import ModelCost
+from memopd_scorer.fit import Load, fit
+from memopd_scorer.prefixes import Branch, arrange
+from memopd_scorer.states import State, state_of
 from memopd_trace.errors import UsageError
 from memopd_trace.invocation import IDS, Episode, Invocation
 
 Layout = Literal["tree", "packed", "single"]
+INDICES = NDArray[np.int64]
 LAYOUTS: tuple[Layout, ...] = ("tree", "packed", "single")
-GROUP_TOKENS = 64 * 2**20  # a group larger than this is planned in parts, so that memory stays bounded
+GROUP_TOKENS = 16 * 2**20  # a group larger than this is planned in parts, so that memory stays bounded
+SAMPLED_BYTES = 16  # of a target without its state: output index, logprob, logsumexp, entropy
 
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Packed tokens `[start, stop)` that one state added. They see the `ancestors` (packed ranges, in path order)
-    whole, and each other causally (`causal`) or as `visible_from_T`/`visible_until_T` say."""
+    """Packed tokens `[start, stop)` that follow each other on one path. They see the `ancestors` (packed ranges, in
+    path order, none touching the next) whole, and each other causally (`causal`) or as `visible_from_T` and
+    `visible_until_T` say."""
 
     start: int
     stop: int
@@ -56,6 +64,7 @@ class Pack:
     all packed indices."""
 
     states: tuple[State, ...]  # [S]
+    shared_S: IDS  # leading tokens that a state has in common with the one before it, and does not add
     token_ids_T: IDS
     positions_T: IDS
     path_T: IDS  # index along its own branch: what a sliding window counts
@@ -67,6 +76,7 @@ class Pack:
     target_state_M: IDS  # index into states
     target_output_M: IDS  # index into that state's output_ids
     target_ids_M: IDS
+    repeated: int = 0  # its first tokens that an earlier pack of the group runs as well
 
     def __len__(self) -> int:
         return len(self.token_ids_T)
@@ -75,6 +85,11 @@ class Pack:
     def logical_tokens(self) -> int:
         """Tokens of its states when each is run alone."""
         return sum(len(s) for s in self.states)
+
+    @property
+    def pairs(self) -> int:
+        """Visible (query, key) pairs."""
+        return int(self.visible_until_T.sum(dtype=np.int64) - self.visible_from_T.sum(dtype=np.int64))
 
     @property
     def is_plain(self) -> bool:
@@ -86,34 +101,39 @@ class Pack:
         )
 
     def update_digest(self, h: hashlib._Hash) -> None:
-        """Add everything that determines this pack's scores to a hash."""
-        for state in self.states:
-            h.update(f"{state.episode_id}\0{state.invocation_index}\0".encode() + state.digest)
-        for array in (self.token_ids_T, self.positions_T, self.visible_from_T, self.visible_until_T):
-            h.update(np.ascontiguousarray(array, "<i4").tobytes())
-        for array in (self.rows_R, self.target_row_M, self.target_output_M):
-            h.update(np.ascontiguousarray(array, "<i4").tobytes())
+        """Add everything that determines this pack's scores to a hash. A state's digest stands for its ids, positions
+        and visibility, so a token that is run is not hashed again."""
+        names = [f"{s.episode_id}\0{s.invocation_index}\0".encode() + s.digest for s in self.states]
+        arrays = (self.shared_S, self.target_state_M, self.target_output_M)
+        h.update(b"".join([*names, *(a.astype("<i4", copy=False).tobytes() for a in arrays)]))
 
 
 @dataclass(slots=True)
 class PlanSummary:
-    """What a plan costs, counted while its packs pass by.
+    """What a plan costs, counted while its packs pass by; FLOPs with a model's `cost`.
 
-    `pairs` counts visible (query, key) pairs; `left_out` the sampled tokens that are no target.
+    `repeated_tokens` of the executed ones are run by an earlier pack as well: what a larger pack would save, or kept
+    keys and values. `pairs` counts visible (query, key) pairs, `left_out` the sampled tokens that are no target;
+    `most_…` is of one pack.
     """
 
     layout: Layout
     max_tokens: int
+    cost: ModelCost | None = None
     packs: int = 0
     invocations: int = 0
     logical_tokens: int = 0
     executed_tokens: int = 0
+    repeated_tokens: int = 0
     targets: int = 0
     left_out: int = 0
     prediction_rows: int = 0
     pairs: int = 0
+    flops: int = 0
     longest_pack: int = 0
-    _hash: hashlib._Hash = field(default_factory=lambda: hashlib.sha256(b"memopd-trace/plan/1"), repr=False)
+    most_pairs: int = 0
+    most_flops: int = 0
+    _hash: hashlib._Hash = field(default_factory=lambda: hashlib.sha256(b"memopd-trace/plan/2"), repr=False)
 
     def add(self, pack: Pack) -> None:
         """Count one pack."""
@@ -121,12 +141,30 @@ class PlanSummary:
         self.invocations += len(pack.states)
         self.logical_tokens += pack.logical_tokens
         self.executed_tokens += len(pack)
+        self.repeated_tokens += pack.repeated
         self.targets += len(pack.target_ids_M)
         self.left_out += sum(s.left_out for s in pack.states)
         self.prediction_rows += len(pack.rows_R)
-        self.pairs += int(np.sum(pack.visible_until_T - pack.visible_from_T, dtype=np.int64))
+        pairs = pack.pairs
+        self.pairs += pairs
         self.longest_pack = max(self.longest_pack, len(pack))
+        self.most_pairs = max(self.most_pairs, pairs)
+        if self.cost is not None:
+            flops = self.cost.flops(len(pack), pairs, len(pack.rows_R))
+            self.flops += flops
+            self.most_flops = max(self.most_flops, flops)
         pack.update_digest(self._hash)
+
+    @property
+    def balance(self) -> dict[str, float]:
+        """The largest pack over the mean one, by `tokens`, `pairs` and, with a cost, `flops`; 1 = all are alike."""
+        largest = {
+            "tokens": (self.longest_pack, self.executed_tokens),
+            "pairs": (self.most_pairs, self.pairs),
+        }
+        if self.cost is not None:
+            largest["flops"] = self.most_flops, self.flops
+        return {name: most * self.packs / max(1, total) for name, (most, total) in largest.items()}
 
     @property
     def sharing(self) -> float:
@@ -140,48 +178,88 @@ class PlanSummary:
         h.update(f"{self.layout}\0{self.max_tokens}".encode())
         return h.hexdigest()
 
+    def to_json(self) -> dict[str, Any]:
+        """Plain data, `report_version` "1"; the last entries only with a cost."""
+        rows: dict[str, Any] = {
+            "report_version": "1",
+            "layout": self.layout,
+            "max_tokens": self.max_tokens,
+            "packs": self.packs,
+            "invocations": self.invocations,
+            "logical_tokens": self.logical_tokens,
+            "executed_tokens": self.executed_tokens,
+            "repeated_tokens": self.repeated_tokens,
+            "sharing": round(self.sharing, 4),
+            "targets": self.targets,
+            "left_out": self.left_out,
+            "prediction_rows": self.prediction_rows,
+            "visible_pairs": self.pairs,
+            "longest_pack": self.longest_pack,
+            **{f"balance_{name}": round(value, 4) for name, value in self.balance.items()},
+            "plan_digest": self.digest,
+            "sampled_bytes": SAMPLED_BYTES * self.targets,
+        }
+        if self.cost is not None:
+            rows["estimated_flops"] = float(self.flops)
+            rows["hidden_bytes_bfloat16"] = 2 * self.cost.width * self.targets
+            rows["hidden_bytes_float32"] = 4 * self.cost.width * self.targets
+        return rows
+
 
 def plan(
-    episodes: Iterable[Episode], *, layout: Layout = "tree", max_tokens: int = 8192, vocabulary: int | None = None
+    episodes: Iterable[Episode],
+    *,
+    layout: Layout = "tree",
+    max_tokens: int = 8192,
+    max_pairs: int | None = None,
+    vocabulary: int | None = None,
 ) -> Iterator[Pack]:
     """The packs of a trace's recorded states, in order; streams by group, deterministic.
 
-    A pack holds at most `max_tokens` packed tokens; a longer state gets a pack of its own, whole. The trace must be
-    valid (`memopd_trace.validate.require_valid`); `vocabulary` is that of `state_of`.
+    A pack holds at most `max_tokens` packed tokens and, where given, `max_pairs` visible (query, key) pairs; in a group
+    with a state beyond that, as many as this state and a quarter of the budget. Nothing is cut off. The trace must be
+    valid (`memopd_trace.validate.require_valid`); `vocabulary` is that of `state_of`, and `STATE_COLUMNS` are what is
+    read.
     """
     groups = ([state_of(i, vocabulary=vocabulary) for i in group] for group in iter_groups(episodes))
-    return plan_states(groups, layout=layout, max_tokens=max_tokens)
+    return plan_states(groups, layout=layout, max_tokens=max_tokens, max_pairs=max_pairs)
 
 
 def plan_states(
-    groups: Iterable[Sequence[State]], *, layout: Layout = "tree", max_tokens: int = 8192
+    groups: Iterable[Sequence[State]],
+    *,
+    layout: Layout = "tree",
+    max_tokens: int = 8192,
+    max_pairs: int | None = None,
 ) -> Iterator[Pack]:
     """As `plan`, for groups of states that were made already (under a view, say).
 
     Raises:
-        UsageError: an unknown layout or a budget below 1 token.
+        UsageError: an unknown layout or a budget below 1.
     """
-    if layout not in LAYOUTS or max_tokens < 1:
-        raise UsageError(f"layout '{layout}', max_tokens {max_tokens}", hint=f"one of {LAYOUTS}, at least 1 token")
-    pending: list[tuple[State, int]] = []
-    used = 0
+    if layout not in LAYOUTS or max_tokens < 1 or (max_pairs is not None and max_pairs < 1):
+        budget = f"max_tokens {max_tokens}, max_pairs {max_pairs}"
+        raise UsageError(f"layout '{layout}', {budget}", hint=f"one of {LAYOUTS}, budgets of at least 1")
+    limit = Load(max_tokens, sys.maxsize if max_pairs is None else max_pairs)
+    pending: list[Branch] = []
+    repeated, used = 0, Load()
     for group in groups:
-        ordered = _arrange([s for s in group if len(s)], layout)
-        cost = sum(len(state) - shared for state, shared in ordered)
-        # a group that fits into one pack is not torn apart only because the last one is half full
-        if pending and used + cost > max_tokens and cost <= max_tokens:
-            yield build_pack(pending)
-            pending, used = [], 0
-        for state, shared in ordered:
-            full = used + len(state) - shared > max_tokens or layout == "single"
-            if pending and full:
-                yield build_pack(pending)
-                pending, used = [], 0
-            shared = shared if pending else 0
-            pending.append((state, shared))
-            used += len(state) - shared
+        states = [s for s in group if len(s)]
+        branches = arrange(states) if layout == "tree" else [(state, 0) for state in states]
+        if layout == "single":
+            yield from (build_pack([branch]) for branch in branches)
+            continue
+        if not branches:
+            continue
+        begins, used = fit(branches, used, limit)
+        at = 0
+        for begin in begins:
+            yield build_pack(pending + branches[at:begin], repeated)
+            state, repeated = branches[begin]
+            pending, at = [(state, 0)], begin + 1
+        pending += branches[at:]
     if pending:
-        yield build_pack(pending)
+        yield build_pack(pending, repeated)
 
 
 def iter_groups(episodes: Iterable[Episode]) -> Iterator[list[Invocation]]:
@@ -199,119 +277,85 @@ def iter_groups(episodes: Iterable[Episode]) -> Iterator[list[Invocation]]:
             yield group
 
 
-def build_pack(branches: Sequence[tuple[State, int]]) -> Pack:
+def build_pack(branches: Sequence[Branch], repeated: int = 0) -> Pack:
     """Pack (state, tokens shared with the branch before it) pairs depth first. The first shares nothing."""
-    total = sum(len(s) - shared for s, shared in branches)
-    token_ids, positions, path, seen_from, seen_until = (np.empty(total, np.int32) for _ in range(5))
-    seen_from[:] = np.arange(total)
-    spans, rows = [], []
-    open_ranges: list[tuple[int, int, int]] = []  # (path index, packed start, packed stop) of the current branch
-    at = 0
-    for state, shared in branches:
-        open_ranges = _close_beyond(open_ranges, shared, at, seen_until)
-        start, at = at, at + len(state) - shared
-        own = slice(start, at)
-        token_ids[own] = state.ids[shared:]
-        path[own] = np.arange(shared, len(state))
-        positions[own] = path[own] if state.positions is None else state.positions[shared:]
-        if at > start:
-            causal = _set_visible_from(state, shared, start, seen_from)
-            spans.append(Span(start, at, tuple((a, b) for _, a, b in open_ranges), causal))
-            open_ranges = [*open_ranges, (shared, start, at)]
-        rows.append(_packed_rows(state.row_of_target, open_ranges))
-    _close_beyond(open_ranges, 0, total, seen_until)
-    for (state, shared), (start, stop) in zip(branches, _own_ranges(branches), strict=True):
-        if state.visible_until is not None:  # a recorded eviction ends earlier than the subtree
-            until = state.visible_until[shared:] - shared + start
-            evicted = state.visible_until[shared:] < len(state)
-            seen_until[start:stop][evicted] = until[evicted]
-    all_rows = np.concatenate(rows) if rows else np.empty(0, np.int32)
-    rows_R, target_row = np.unique(all_rows, return_inverse=True)
     states = tuple(s for s, _ in branches)
-    counts = [len(s.target_ids) for s in states]
+    shared_S = np.array([shared for _, shared in branches], np.int64)
+    own_S = np.array([len(s) for s in states], np.int64) - shared_S
+    stops_S = np.cumsum(own_S)
+    starts, stops, total = (stops_S - own_S).tolist(), stops_S.tolist(), int(stops_S[-1])
+    shift_S = stops_S - own_S - shared_S  # packed index of a branch's own token, minus its path index
+    path = (np.arange(total) - np.repeat(shift_S, own_S)).astype(np.int32)
+    positions, seen_from = path.copy(), np.arange(total, dtype=np.int32)
+    seen_until, spans, parents = _depth_first(branches, starts, stops)
+    for (state, shared), start, stop in zip(branches, starts, stops, strict=True):
+        if state.positions is not None:
+            positions[start:stop] = state.positions[shared:]
+        if state.visible_from is not None:
+            seen_from[start:stop] = state.visible_from[shared:] - shared + start
+        if state.visible_until is not None:  # a recorded eviction ends earlier than the subtree
+            until = state.visible_until[shared:]
+            evicted = until < len(state)
+            seen_until[start:stop][evicted] = until[evicted] - shared + start
+    target_state: INDICES = np.repeat(np.arange(len(states)), [len(s.target_ids) for s in states])
+    rows = _packed_rows(np.concatenate([s.row_of_target for s in states]), target_state, shared_S, shift_S, parents)
+    predicts = np.zeros(total, bool)
+    predicts[rows] = True
     return Pack(
         states=states,
-        token_ids_T=token_ids,
+        shared_S=shared_S.astype(np.int32),
+        token_ids_T=np.concatenate([s.ids[shared:] for s, shared in branches]),
         positions_T=positions,
         path_T=path,
         visible_from_T=seen_from,
         visible_until_T=seen_until,
         spans=tuple(spans),
-        rows_R=rows_R.astype(np.int32),
-        target_row_M=target_row.astype(np.int32),
-        target_state_M=np.repeat(np.arange(len(states), dtype=np.int32), counts),
-        target_output_M=np.concatenate([s.output_index for s in states]).astype(np.int32),
-        target_ids_M=np.concatenate([s.target_ids for s in states]).astype(np.int32),
+        rows_R=np.flatnonzero(predicts).astype(np.int32),
+        target_row_M=(np.cumsum(predicts, dtype=np.int32) - 1)[rows],
+        target_state_M=target_state.astype(np.int32),
+        target_output_M=np.concatenate([s.output_index for s in states]),
+        target_ids_M=np.concatenate([s.target_ids for s in states]),
+        repeated=repeated,
     )
 
 
-def _arrange(states: list[State], layout: Layout) -> list[tuple[State, int]]:
-    """Sort states so that equal prefixes meet; pair each with what it shares with the one before it."""
-    if layout != "tree" or not states:
-        return [(s, 0) for s in states]
-    keyed = sorted(((s.realm, _tokens_key(s).tobytes()), i) for i, s in enumerate(states))
-    ordered = [states[i] for _, i in keyed]
-    limits = [shareable_length(s) for s in ordered]
-    shared = [0]
-    for i in range(1, len(ordered)):
-        a, b = ordered[i - 1], ordered[i]
-        common = _common_prefix(_tokens_key(a), _tokens_key(b)) if a.realm == b.realm else 0
-        shared.append(min(common, _common_routes(a, b), limits[i - 1], limits[i]))
-    return list(zip(ordered, shared, strict=True))
+def _depth_first(branches: Sequence[Branch], starts: list[int], stops: list[int]) -> tuple[IDS, list[Span], INDICES]:
+    """([T] where each token's subtree ends, the spans, [S] the branch whose path each branch left).
+
+    `path` holds the current branch as ranges that touch nowhere: [path index, packed start, packed stop, last branch].
+    """
+    until: IDS = np.full(stops[-1], stops[-1], np.int32)
+    spans: list[Span] = []
+    parents: INDICES = np.zeros(len(branches), np.int64)
+    path: list[list[int]] = []
+    for number, ((state, shared), start, stop) in enumerate(zip(branches, starts, stops, strict=True)):
+        while path and (beyond := path[-1][0] + path[-1][2] - path[-1][1] - shared) > 0:
+            top = path[-1]  # later packed tokens do not see what lies beyond the shared ones
+            cut = max(top[1], top[2] - beyond)
+            until[cut : top[2]] = start
+            top[2] = cut
+            if cut == top[1]:
+                path.pop()
+        parents[number] = path[-1][3] if path else 0
+        if stop == start:
+            continue
+        causal = state.causal
+        if path and path[-1][2] == start:  # it goes on where the branch before it ended
+            path[-1][2:] = stop, number
+            if causal and spans[-1].causal:
+                spans[-1] = Span(spans[-1].start, stop, spans[-1].ancestors, True)
+                continue
+            ancestors = [*path[:-1], [0, path[-1][1], start, 0]]
+        else:
+            ancestors = path.copy()
+            path.append([shared, start, stop, number])
+        spans.append(Span(start, stop, tuple((a, b) for _, a, b, _ in ancestors), causal))
+    return until, spans, parents
 
 
-def _common_routes(a: State, b: State) -> int:
-    """How many leading tokens went to the same experts, as far as that was recorded."""
-    if a.routes is None and b.routes is None:
-        return len(a)
-    if a.routes is None or b.routes is None or a.routes.shape[1] != b.routes.shape[1]:
-        return 0
-    return _common_prefix(a.routes, b.routes)
-
-
-def _tokens_key(state: State) -> NDArray[np.int32]:
-    """[n, 2] big-endian (id, position): as bytes they sort so that equal prefixes are neighbours."""
-    positions = np.arange(len(state)) if state.positions is None else state.positions
-    return np.stack([state.ids, positions], axis=1).astype(">i4")
-
-
-def _common_prefix(a: NDArray[np.integer[Any]], b: NDArray[np.integer[Any]]) -> int:
-    """How many leading rows of two tables agree."""
-    m = min(len(a), len(b))
-    return first((a[:m] != b[:m]).any(axis=1), m)
-
-
-def _close_beyond(
-    ranges: list[tuple[int, int, int]], shared: int, at: int, seen_until: IDS
-) -> list[tuple[int, int, int]]:
-    """End the subtree of every path token at depth >= `shared`: later packed tokens (from `at`) do not see it."""
-    kept = []
-    for depth, start, stop in ranges:
-        cut = max(start, min(stop, start + shared - depth))
-        seen_until[cut:stop] = at
-        if cut > start:
-            kept.append((depth, start, cut))
-    return kept
-
-
-def _set_visible_from(state: State, shared: int, start: int, seen_from: IDS) -> bool:
-    """Write the recorded `visible_from` of a state's own tokens; returns whether its visibility is plain causal."""
-    stop = start + len(state) - shared
-    if state.visible_from is not None:
-        seen_from[start:stop] = state.visible_from[shared:] - shared + start
-    return shareable_length(state) == len(state)
-
-
-def _own_ranges(branches: Sequence[tuple[State, int]]) -> Iterator[tuple[int, int]]:
-    at = 0
-    for state, shared in branches:
-        yield at, at + len(state) - shared
-        at += len(state) - shared
-
-
-def _packed_rows(path_rows: IDS, ranges: list[tuple[int, int, int]]) -> IDS:
-    """Packed index of each path index of the current branch."""
-    depths = np.array([d for d, _, _ in ranges], np.int64)
-    starts = np.array([s for _, s, _ in ranges], np.int64)
-    which = np.searchsorted(depths, path_rows, side="right") - 1
-    return (starts[which] + path_rows - depths[which]).astype(np.int32)
+def _packed_rows(rows_M: IDS, state_M: INDICES, shared_S: INDICES, shift_S: INDICES, parents_S: INDICES) -> INDICES:
+    """[M] packed index of each target's path index: in the branch that runs it, its own or one that it left."""
+    branch_M = state_M
+    while (above := rows_M < shared_S[branch_M]).any():
+        branch_M = np.where(above, parents_S[branch_M], branch_M)
+    return rows_M + shift_S[branch_M]

@@ -5,13 +5,21 @@ numpy only, no torch. n tokens of the sequence, m targets (sampled tokens to be 
 
 from __future__ import annotations
 
-import hashlib
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
 from memopd_trace.invocation import IDS, Invocation
+from memopd_trace.lineage import realm, shareable_length
+
+# The columns that `state_of` and the grouping of episodes look at.
+STATE_COLUMNS = (
+    "episode_id", "invocation_index", "group_id", "task_id", "model_id", "prompt_ids", "output_ids", "position_ids",
+    "visible_from", "visible_until", "output_slots", "media", "state_digest", "output_sampled", "routed_experts",
+)  # fmt: skip
+_COUNTING = np.arange(2**16, dtype=np.int32)
+_COUNTING.flags.writeable = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +48,36 @@ class State:
     def __len__(self) -> int:
         return len(self.ids)
 
+    @property
+    def shareable(self) -> int:
+        """How many leading tokens another state may share, as far as visibility goes."""
+        return shareable_length(len(self), self.visible_from, self.visible_until)
+
+    @property
+    def causal(self) -> bool:
+        """Whether every token has the default visibility."""
+        return (self.visible_from is None and self.visible_until is None) or self.shareable == len(self)
+
+    @property
+    def pairs(self) -> int:
+        """Visible (query, key) pairs when it is run alone."""
+        n = len(self)
+        if self.visible_from is None and self.visible_until is None:
+            return pairs_of_prefix(n)
+        start = counting(0, n) if self.visible_from is None else self.visible_from
+        stop = n * n if self.visible_until is None else int(self.visible_until.sum(dtype=np.int64))
+        return stop - int(start.sum(dtype=np.int64))
+
+
+def pairs_of_prefix(tokens: int) -> int:
+    """Visible (query, key) pairs of `tokens` tokens that see each other causally."""
+    return tokens * (tokens + 1) // 2
+
+
+def counting(start: int, stop: int) -> IDS:
+    """int32 `start`…`stop`-1, not to be written to."""
+    return _COUNTING[start:stop] if stop <= len(_COUNTING) else np.arange(start, stop, dtype=np.int32)
+
 
 def predicted(invocation: Invocation) -> NDArray[np.bool_]:
     """bool[len(output)]: which output tokens have a row that predicts them (all, but a first one without a prompt)."""
@@ -52,19 +90,8 @@ def state_of(invocation: Invocation, *, vocabulary: int | None = None) -> State:
     No target is an output token without any row before it (an empty prompt), nor, with `vocabulary` (the tokenizer's
     real size), an id beyond it: logits that are cut to the real ids give it no probability.
     """
-    rows = _rows_of_outputs(invocation)
-    wanted = invocation.sampled()
-    targets = wanted & (rows >= 0)
-    if vocabulary is not None:
-        targets &= invocation.output_ids < vocabulary
-    chosen = np.flatnonzero(targets).astype(np.int32)
-    realm = hashlib.sha256(invocation.model_id.encode())
-    for media in invocation.media or ():
-        realm.update(f"{media.start},{media.stop}".encode() + media.sha256)
-    routes, steps = invocation.routed_experts, max(1, len(invocation) - 1)
-    if routes is not None and len(routes) % steps:  # of unknown width: shared with nothing but its equal
-        realm.update(routes.tobytes())
-        routes = None
+    rows, output_index, left_out = _targets(invocation, vocabulary)
+    digest, routes = realm(invocation)
     return State(
         episode_id=invocation.episode_id,
         invocation_index=invocation.invocation_index,
@@ -73,27 +100,27 @@ def state_of(invocation: Invocation, *, vocabulary: int | None = None) -> State:
         positions=invocation.position_ids,
         visible_from=invocation.visible_from,
         visible_until=invocation.visible_until,
-        row_of_target=rows[chosen],
-        output_index=chosen,
-        target_ids=invocation.output_ids[chosen],
-        realm=realm.digest(),
-        routes=None if routes is None else routes.reshape(steps, -1),
-        left_out=int(wanted.sum()) - len(chosen),
+        row_of_target=rows,
+        output_index=output_index,
+        target_ids=invocation.output_ids[output_index],
+        realm=digest,
+        routes=routes,
+        left_out=left_out,
     )
 
 
-def shareable_length(state: State) -> int:
-    """How many leading tokens another state may share: up to the first token whose visibility is not the default,
-    and before the first query that such a token lets look ahead."""
-    n = len(state)
-    limit = n
-    if state.visible_until is not None:
-        limit = min(limit, first(state.visible_until != n, n))
-    if state.visible_from is not None:
-        other = state.visible_from != np.arange(n)
-        if other.any():
-            limit = min(limit, first(other, n), int(state.visible_from[other].min()))
-    return limit
+def _targets(invocation: Invocation, vocabulary: int | None) -> tuple[IDS, IDS, int]:
+    """([m] rows that predict the targets, [m] their indices in the output, sampled tokens that are no target)."""
+    rows, ids = _rows_of_outputs(invocation), invocation.output_ids
+    known = vocabulary is None or not len(ids) or int(ids.max()) < vocabulary
+    if known and invocation.output_sampled is None and invocation.output_slots is None and len(invocation.prompt_ids):
+        return rows, counting(0, len(ids)), 0  # nearly every row: every output token is a target
+    wanted = invocation.sampled()
+    targets = wanted & (rows >= 0)
+    if vocabulary is not None:
+        targets &= ids < vocabulary
+    chosen = np.flatnonzero(targets).astype(np.int32)
+    return rows[chosen], chosen, int(wanted.sum()) - len(chosen)
 
 
 def _rows_of_outputs(invocation: Invocation) -> IDS:
@@ -101,9 +128,6 @@ def _rows_of_outputs(invocation: Invocation) -> IDS:
     if invocation.output_slots is not None:
         return invocation.output_slots
     prompt, output = len(invocation.prompt_ids), len(invocation.output_ids)
-    return np.arange(prompt - 1, prompt + output - 1, dtype=np.int32)
-
-
-def first(flags: NDArray[np.bool_], default: int) -> int:
-    """Index of the first true flag."""
-    return int(np.argmax(flags)) if flags.any() else default
+    if not prompt:
+        return np.arange(-1, output - 1, dtype=np.int32)
+    return counting(prompt - 1, prompt + output - 1)

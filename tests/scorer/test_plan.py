@@ -8,61 +8,14 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from helpers_plan import call, calls, dense_mask, episode, span_mask
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from memopd_scorer.plan import Layout, Pack, PlanSummary, plan
-from memopd_scorer.states import shareable_length, state_of
+from memopd_scorer.plan import Layout, PlanSummary, plan
+from memopd_scorer.states import state_of
 from memopd_trace.errors import UsageError
 from memopd_trace.invocation import Episode, Invocation, Media
-
-
-def call(prompt: list[int], output: list[int], index: int = 0, **fields: object) -> Invocation:
-    return Invocation(
-        episode_id="e", invocation_index=index, model_id="m", prompt_ids=prompt, output_ids=output, **fields
-    )
-
-
-def episode(*calls: Invocation) -> list[Episode]:
-    return [Episode("e", calls)]
-
-
-def dense_mask(pack: Pack) -> np.ndarray:
-    """bool [T, T] from the visibility rule."""
-    q, k = np.ogrid[: len(pack), : len(pack)]
-    return (pack.visible_from_T[k] <= q) & (q < pack.visible_until_T[k])
-
-
-def span_mask(pack: Pack) -> np.ndarray:
-    """bool [T, T] from the spans, as the sdpa backend reads them."""
-    mask, dense = np.zeros((len(pack), len(pack)), bool), dense_mask(pack)
-    for span in pack.spans:
-        own = slice(span.start, span.stop)
-        for start, stop in span.ancestors:
-            mask[own, start:stop] = True
-        size = span.stop - span.start
-        mask[own, own] = np.tril(np.ones((size, size), bool)) if span.causal else dense[own, own]
-    return mask
-
-
-@st.composite
-def calls(draw: st.DrawFn) -> list[Invocation]:
-    """Invocations over two ids, so that prefixes meet often, some with positions and visibility of their own."""
-    found = []
-    for index in range(draw(st.integers(1, 6))):
-        prompt = draw(st.lists(st.integers(0, 1), max_size=6))
-        output = draw(st.lists(st.integers(0, 1), min_size=1, max_size=4))
-        n = len(prompt) + len(output)
-        fields: dict[str, object] = {}
-        if draw(st.booleans()) and draw(st.booleans()):
-            gap = draw(st.integers(0, n))
-            fields["position_ids"] = np.arange(n) + 3 * (np.arange(n) >= gap)
-        if draw(st.booleans()) and draw(st.booleans()):
-            fields["visible_until"] = [draw(st.one_of(st.just(n), st.integers(k + 1, n))) for k in range(n)]
-        if draw(st.booleans()) and draw(st.booleans()):
-            fields["visible_from"] = [draw(st.one_of(st.just(k), st.integers(0, k))) for k in range(n)]
-        found.append(call(prompt, output, index, **fields))
-    return found
 
 
 @settings(max_examples=400, deadline=None)
@@ -74,7 +27,8 @@ def test_every_target_is_predicted_under_its_own_state(
     for pack in plan(episode(*invocations), layout=layout, max_tokens=max_tokens):
         mask = dense_mask(pack)
         np.testing.assert_array_equal(mask, span_mask(pack))
-        assert len(pack) <= max_tokens or len(pack.states) == 1
+        longest = max(len(i) for i in invocations)
+        assert len(pack) <= (max_tokens if longest <= max_tokens else longest + max_tokens // 4)
         for number, state in enumerate(pack.states):
             source = invocations[state.invocation_index]
             start, until = source.visibility()
@@ -159,7 +113,7 @@ def test_equal_ids_are_not_shared_where_the_state_differs(field: str, value: obj
 
 def test_sharing_stops_before_the_query_that_looks_ahead() -> None:
     # key 3 is visible from query 1 on, so query 1 is not the plain causal token it seems to be
-    assert shareable_length(state_of(call([1, 2, 3, 4], [5], visible_from=[0, 1, 2, 1, 4]))) == 1
+    assert state_of(call([1, 2, 3, 4], [5], visible_from=[0, 1, 2, 1, 4])).shareable == 1
 
 
 def test_a_diffusion_token_is_predicted_by_its_own_slot() -> None:
@@ -201,8 +155,10 @@ def test_rollouts_of_one_group_share_and_groups_do_not_tear() -> None:
 
 
 def test_a_state_longer_than_the_budget_gets_a_pack_of_its_own() -> None:
-    packs = list(plan(episode(call([1] * 50, [2]), call([3], [4], 1)), max_tokens=8))
-    assert sorted(len(p) for p in packs) == [2, 51]
+    packs = list(plan(episode(call([1] * 50, [2]), call([3, 3], [4], 1)), max_tokens=8))
+    assert sorted(len(p) for p in packs) == [3, 51]
+    (pack,) = plan(episode(call([1] * 50, [2]), call([1] * 47, [3, 3], 1)), max_tokens=8)
+    assert len(pack) == 51 + 2  # but with a quarter of the budget beside it
 
 
 def test_the_digest_sees_layout_budget_and_content() -> None:
