@@ -33,7 +33,7 @@ def file_schema(path: Place) -> pa.Schema:
     """
     with _damaged(path), _open(path) as source:
         schema = _parquet_schema(source) if isinstance(source, pq.ParquetFile) else source.schema
-        limits.check_columns(path, len(schema))
+        limits.check_columns(path, schema)
         _read_names(schema)
         return schema
 
@@ -121,12 +121,13 @@ def _ipc_batches(path: Place, source: Any, rows: int | None = None) -> Iterator[
 
 
 def _batch_rows(groups: list[RowGroup]) -> int:
-    """How many rows of the widest row group make a batch; values count as 4 bytes where encoding hides their size."""
-    most = MAX_ROWS
+    """How many rows make a batch: what the widest row group allows (values count as 4 bytes where encoding hides their
+    size), or so much more or less that the longest one falls into equal parts, without a few rows left over."""
+    most, longest = MAX_ROWS, max((group.rows for group in groups), default=0)
     for group in groups:
-        size = max(group.size, 4 * group.values, 1)
-        most = min(most, BATCH_BYTES * group.rows // size)
-    return max(1, most)
+        most = min(most, BATCH_BYTES * group.rows // max(group.size, 4 * group.values, 1))
+    parts = max(1, round(longest / max(1, most)))
+    return max(1, -(-longest // parts))
 
 
 def _open(path: Place) -> Any:
@@ -144,10 +145,14 @@ def _open(path: Place) -> Any:
 
 
 def _read_names(fields: Any) -> None:
-    """Decode every field's name, nested ones too, and its time zone: Arrow does so only on access, and damage must
-    show here."""
+    """Decode every field's name, nested ones too, and its time zone, and look for a type that pyarrow cannot show
+    (intervals of days): all of this would come up on access only, and must come up here."""
     for field in fields:
         _ = field.name, getattr(field.type, "tz", None)
+        try:
+            pa.nulls(0, field.type)
+        except KeyError:
+            raise pa.ArrowNotImplementedError(f"field '{field.name}' has a type that pyarrow does not know") from None
         _read_names(field.type.field(i) for i in range(field.type.num_fields))
 
 

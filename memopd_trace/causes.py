@@ -1,6 +1,6 @@
 """Why one call's prompt does not begin with another call's state: what ids, calls and texts tell together.
 
-    placeholder        a run of media placeholders has another length
+    placeholder        a run of placeholders has another length, for the same content where that is recorded
     response_prefix    other ids stand between the parent's prompt and its output: a thinking or answer prefix
 
 and, with a tokenizer:
@@ -62,7 +62,9 @@ def explain(
     plain = explain_difference(before, prompt, bos_id)
     if plain.cause in ("none", "double_bos"):
         return plain
-    found = _placeholder(before, prompt, plain.index, _media_ids(parent) | _media_ids(child))
+    found = None
+    if _may_be_one_content(parent, child):
+        found = _placeholder(before, prompt, plain.index, _media_ids(parent) | _media_ids(child))
     if found is None and pieces is not None:
         found = _by_text(parent, before, prompt, pieces)
     found = found or _response_prefix(parent, prompt, plain.index)
@@ -72,6 +74,16 @@ def explain(
 def _media_ids(invocation: Invocation) -> set[int]:
     ids = invocation.prompt_ids
     return {int(ids[m.start]) for m in invocation.media or () if 0 <= m.start < len(ids)}
+
+
+def _may_be_one_content(parent: Invocation, child: Invocation) -> bool:
+    """Whether some content may stand in runs of two lengths, which begin at one index. Other content there, or a run
+    that came closer because what was between is gone, is a change of the context and no other expansion."""
+    if not parent.media or not child.media:  # not told: the ids have to do
+        return True
+    runs = {m.start: m for m in parent.media}
+    pairs = ((runs[m.start], m) for m in child.media if m.start in runs)
+    return any(was.sha256 == now.sha256 and was.stop != now.stop for was, now in pairs)
 
 
 def _placeholder(before: IDS, prompt: IDS, at: int, placeholders: set[int]) -> Found:

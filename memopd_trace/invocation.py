@@ -9,6 +9,7 @@ stored.
 from __future__ import annotations
 
 import dataclasses
+from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import datetime
@@ -235,12 +236,11 @@ def invocations_from_batch(batch: pa.RecordBatch, columns: Collection[str] | Non
     raises AttributeError.
     """
     chosen = [c for c in TRACE_COLUMNS if columns is None or c.name in columns]
-    cells = [(_SLOTS[c.name].__set__, read_column(batch.column(c.name), c, copy=columns is None)) for c in chosen]
-    for row in range(batch.num_rows):
-        invocation = object.__new__(Invocation)  # its arrays have their types: nothing for __post_init__ to do
-        for put, values in cells:
-            put(invocation, values[row])
-        yield invocation
+    rows = [object.__new__(Invocation) for _ in range(batch.num_rows)]  # nothing for __post_init__ to do
+    for column in chosen:
+        cells = read_column(batch.column(column.name), column, copy=columns is None)
+        deque(map(_SLOTS[column.name].__set__, rows, cells), maxlen=0)  # a loop over rows that Python does not run
+    yield from rows
 
 
 def batch_from_invocations(invocations: Sequence[Invocation]) -> pa.RecordBatch:

@@ -1,19 +1,13 @@
-"""Work on several inputs at once, in processes or threads, with the results in the inputs' order."""
+"""Work on several inputs at once, in processes, with the results in the inputs' order."""
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import signal
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
 from typing import TypeVar
 
 from memopd_trace.errors import TraceError
-
-HEAVY = 2048  # tokens to hash: 20 us, about what handing them to a thread costs
-MAX_THREADS = 4
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -28,16 +22,6 @@ def cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def in_threads(work: Callable[[T], R], items: Sequence[T], weight: int) -> Iterator[R]:
-    """`work(item)` of each item, in order; by several threads where each is heavy enough to repay it. For work that
-    leaves Python's lock, as hashing does."""
-    if weight < HEAVY or len(items) < 2 or cores() < 2:
-        yield from map(work, items)
-        return
-    with ThreadPoolExecutor(min(cores(), MAX_THREADS)) as pool:
-        yield from pool.map(work, items)
-
-
 def in_order(work: Callable[[T], R], items: Sequence[T], jobs: int) -> Iterator[R]:
     """`work(item)` of each item, in order, by at most `jobs` processes; in this one where one is enough.
 
@@ -50,6 +34,10 @@ def in_order(work: Callable[[T], R], items: Sequence[T], jobs: int) -> Iterator[
     if min(jobs, len(items)) <= 1:
         yield from map(work, items)
         return
+    import multiprocessing  # here: most calls have one input and start sooner without
+    from concurrent.futures import ProcessPoolExecutor
+    from concurrent.futures.process import BrokenProcessPool
+
     others = multiprocessing.active_children()
     context = multiprocessing.get_context("spawn")
     pool = ProcessPoolExecutor(min(jobs, len(items)), context, initializer=_leave_interrupts)

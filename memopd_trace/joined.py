@@ -35,7 +35,7 @@ from memopd_trace.rules.joined import (
 )
 from memopd_trace.rules.registry import Hit, Phase, Rule
 from memopd_trace.rules.rowindex import RowIndex, keys_of
-from memopd_trace.rules.scorefiles import place
+from memopd_trace.rules.scorefiles import shown_at
 from memopd_trace.schema import RECORDED, SCORES_COLUMNS, VIEWS_COLUMNS
 from memopd_trace.scorefolder import HEAD, ScoresFolder, open_scores, shard_fault
 from memopd_trace.viewfile import ViewsReader
@@ -146,7 +146,7 @@ class JoinedCheck:
             for path in folder.files:
                 self._shard(file, path, tracker, summary)
         summary.rows = sum(file.rows.values())
-        self._file_rules("scores-file", file, lambda hit: place(file, hit))
+        self._file_rules("scores-file", file, lambda hit: shown_at(file, hit))
         self._explain("scores", "the scores hold no row that could be judged")
         return file
 

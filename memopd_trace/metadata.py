@@ -60,6 +60,16 @@ class Tokenizer(_Model):
     stop_ids: list[Id] = []
     chat_template_digest: str | None = None
 
+    @property
+    def stops(self) -> list[int]:
+        """The ids that end an output, each once."""
+        return list(dict.fromkeys([*self.eos_ids, *self.stop_ids]))
+
+    @property
+    def controls(self) -> list[int]:
+        """The ids that steer the model and are no text, as far as the metadata names them."""
+        return [i for i in (self.bos_id, self.pad_id, *self.stops) if i is not None]
+
 
 class Policy(_Model):
     """One version of a model's weights."""

@@ -169,13 +169,10 @@ def size_of(path: Place) -> int:
         return 0
 
 
-def place_sha256(path: Place) -> str:
+def file_sha256(path: Place) -> str:
     """Hex SHA-256 of a file's bytes."""
     with path.open("rb") as source:
-        h = hashlib.sha256()
-        while block := source.read(2**20):
-            h.update(block)
-        return h.hexdigest()
+        return hashlib.file_digest(source, "sha256").hexdigest()
 
 
 def is_node(path: Place) -> bool:

@@ -1,4 +1,4 @@
-"""The columns of every table, declared once; Arrow, Markdown and JSON are rendered from here.
+"""The columns of every table, declared once; Arrow is made from it here, Markdown and JSON by `schema_text`.
 
 Nothing else in the project states a column's name, type or length. `spec/` holds the renderings, and a
 test fails when they drift.
@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 import pyarrow as pa
 
@@ -352,20 +352,10 @@ SCORES_COLUMNS: tuple[Column, ...] = (
     Column("episode_id", STRING, "The trace row's episode.", "key", required=True),
     Column("invocation_index", pa.int32(), "The trace row's index.", "key", required=True),
     Column(
-        "state_digest",
-        pa.binary(32),
-        "The trace row's state digest; another one is refused.",
-        "key",
-        required=True,
+        "state_digest", pa.binary(32), "The trace row's state digest; another one is refused.", "key", required=True
     ),
     Column("teacher_id", CATEGORY, "The teacher of the run's metadata.", "key", required=True),
-    Column(
-        "view",
-        CATEGORY,
-        "The prompt that was scored; `recorded` = the row's own state.",
-        "key",
-        required=True,
-    ),
+    Column("view", CATEGORY, "The prompt that was scored; `recorded` = the row's own state.", "key", required=True),
     Column(
         "view_digest",
         pa.binary(32),
@@ -380,13 +370,7 @@ SCORES_COLUMNS: tuple[Column, ...] = (
         required=True,
     ),
     Column("logprob", _list(pa.float32()), "Teacher log-probability of the sampled id.", "signal", unit="nats"),
-    Column(
-        "logsumexp",
-        _list(pa.float32()),
-        "log sum exp of the teacher's logits (real ids).",
-        "signal",
-        unit="nats",
-    ),
+    Column("logsumexp", _list(pa.float32()), "log sum exp of the teacher's logits (real ids).", "signal", unit="nats"),
     Column("entropy", _list(pa.float32()), "Entropy of the teacher's distribution.", "signal", unit="nats"),
     Column("topk_ids", _list(_list(pa.int32())), "The k ids chosen, best first.", "signal"),
     Column("topk_logprobs", _list(_list(pa.float32())), "Their log-probabilities.", "signal", unit="nats"),
@@ -431,38 +415,3 @@ def type_name(data_type: pa.DataType) -> str:
     if pa.types.is_struct(data_type):
         return "struct<" + ", ".join(f"{f.name}: {type_name(f.type)}" for f in data_type) + ">"
     return {"double": "float64", "float": "float32", "halffloat": "float16"}.get(str(data_type), str(data_type))
-
-
-def to_markdown(table: Table = "trace") -> str:
-    """The field table of the specification, one row a column."""
-    lines = ["| column | type | required | length | unit | meaning |", "|---|---|---|---|---|---|"]
-    for c in TABLES[table]:
-        doc = c.doc + (" One of: " + ", ".join(f"`{v}`" for v in c.values) + "." if c.values else "")
-        required = "yes" if c.required else ""
-        lines.append(
-            f"| `{c.name}` | `{type_name(c.type)}` | {required} | {c.length or ''} | {c.unit} | {doc} |".replace(
-                "| null", "\\| null"
-            )
-        )
-    return "\n".join(lines) + "\n"
-
-
-def to_json(table: Table = "trace") -> dict[str, Any]:
-    """The columns as plain data, for readers in other languages and for the frozen copies in `spec/versions/`."""
-    return {
-        "spec_version": SPEC_VERSION,
-        "table": table,
-        "columns": [
-            {
-                "name": c.name,
-                "type": type_name(c.type),
-                "required": c.required,
-                "length": c.length,
-                "unit": c.unit or None,
-                "values": list(c.values) if c.values else None,
-                "group": c.group,
-                "doc": c.doc,
-            }
-            for c in TABLES[table]
-        ],
-    }

@@ -16,9 +16,9 @@ from typing import Any
 from pydantic import ValidationError
 
 from memopd_trace.arrowfile import file_schema
-from memopd_trace.disk import file_sha256
 from memopd_trace.errors import InputError
 from memopd_trace.metadata import MAX_METADATA_BYTES, SCORES_KEY, ScoresMetadata, check_version, first_error
+from memopd_trace.places import file_sha256
 from memopd_trace.storage import read_manifest, trace_files
 
 RUN, HEAD = "run.json", "head.safetensors"

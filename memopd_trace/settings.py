@@ -23,6 +23,7 @@ from typing import Annotated, Any
 from pydantic import BaseModel, ConfigDict, Field, Strict, ValidationError
 
 from memopd_trace import rules
+from memopd_trace.disk import is_node
 from memopd_trace.errors import UsageError
 from memopd_trace.limits import MEMORY
 from memopd_trace.report import Format, Severity
@@ -30,6 +31,8 @@ from memopd_trace.report.locations import repository
 from memopd_trace.rules.registry import Profile
 
 OWN_FILE, PROJECT_FILE = "memopd-trace.toml", "pyproject.toml"
+MAX_MEMORY = 2**32  # GiB: what a size of 64 bits can say
+MAX_BYTES = 2**20  # no project needs as many
 
 
 class Settings(BaseModel):
@@ -43,7 +46,7 @@ class Settings(BaseModel):
     fail_on: Severity = "error"
     max_findings: int = Field(100, ge=0)
     format: Format = "text"
-    max_memory: float = Field(MEMORY / 2**30, ge=0)  # GiB
+    max_memory: float = Field(MEMORY / 2**30, ge=0, le=MAX_MEMORY)  # GiB
     scores: list[Annotated[Path, Strict(False)]] = []
     views: Annotated[Path | None, Strict(False)] = None
     tokenizer: Annotated[Path | None, Strict(False)] = None
@@ -93,9 +96,10 @@ def load_config(path: Path) -> Config:
 
 
 def _load(path: Path) -> Config | None:
+    raw = _read(path)
     try:
-        found: Any = tomllib.loads(path.read_bytes().decode())
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
+        found: Any = tomllib.loads(raw.decode())
+    except (ValueError, RecursionError) as error:  # not TOML, not UTF-8, a number without end
         raise UsageError(f"{path}: is not TOML: {error}", hint="mend it, or give --no-config") from None
     *above, last = _table(path)
     for key in above:
@@ -104,6 +108,16 @@ def _load(path: Path) -> Config | None:
         raise UsageError(f"{path}: {'.'.join(above)} is no table")
     _refuse_unknown(path, "".join(f"{key}." for key in above), found, [last])
     return _parse(path, found[last]) if last in found else None
+
+
+def _read(path: Path) -> bytes:
+    if is_node(path):  # a FIFO would be waited for
+        raise UsageError(f"{path}: is no regular file", hint="save the configuration to a file first")
+    with path.open("rb") as source:
+        raw = source.read(MAX_BYTES + 1)
+    if len(raw) > MAX_BYTES:
+        raise UsageError(f"{path}: more than {MAX_BYTES} bytes, the limit of a configuration", hint="give --no-config")
+    return raw
 
 
 def _table(path: Path) -> tuple[str, ...]:

@@ -60,7 +60,7 @@ def validate(
 
     Raises:
         UsageError: an unknown profile, a pattern that matches no code, several traces or a sample with views or scores,
-            or a number below 1.
+            no trace at all, or a number that is too low.
         InputError: the tokenizer is missing or no tokenizer.
         WorkerDiedError: a process was killed, and what it found is lost.
         MissingExtraError: a tokenizer is given and its library is not installed.
@@ -70,9 +70,11 @@ def validate(
         raise UsageError("views and scores are of one trace", hint="validate each trace with its own")
     if sample is not None and (views is not None or folders):
         raise UsageError("views and scores need all rows of the trace", hint="leave out the sample")
-    for name, number in (("sample", sample), ("jobs", jobs)):
-        if number is not None and number < 1:
-            raise UsageError(f"{name}: at least 1, got {number}")
+    for name, number, least in (("sample", sample, 1), ("jobs", jobs, 1), ("max_findings", max_findings, 0)):
+        if number is not None and number < least:
+            raise UsageError(f"{name}: at least {least}, got {number}")
+    if not paths:
+        raise UsageError("no trace is given", hint="a pattern that matched nothing?")
     inputs = Inputs(
         tokenizer=None if tokenizer is None else load_pieces(tokenizer),
         views=None if views is None else Path(views),

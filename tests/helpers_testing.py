@@ -51,4 +51,6 @@ def _same(x: Any, y: Any) -> bool:
         return np.array_equal(*masks) and x.dtype == y.dtype and x.filled(0).tobytes() == y.filled(0).tobytes()
     if isinstance(x, np.ndarray) and isinstance(y, np.ndarray):
         return x.dtype == y.dtype and np.array_equal(x, y)
+    if isinstance(x, list | tuple) and isinstance(y, list | tuple):  # segments and media are any sequence
+        return tuple(x) == tuple(y)
     return type(x) is type(y) and bool(x == y)

@@ -8,13 +8,13 @@ from enum import StrEnum
 from typing import get_args
 
 import typer
-from rich.console import Console
 
 from memopd_trace import rules
 from memopd_trace.cli.console import OutputFormat, Profile
 from memopd_trace.errors import UsageError
 from memopd_trace.rules.registry import Rule
-from memopd_trace.schema import Table, arrow_schema, to_json, to_markdown
+from memopd_trace.schema import Table, arrow_schema
+from memopd_trace.schema_text import to_json, to_markdown
 
 TABLES: tuple[Table, ...] = get_args(Table)
 
@@ -55,6 +55,8 @@ def explain(code: str = typer.Argument(..., help="A code of the list that `codes
     rule = rules.find(code)
     clause = rule.clause + (f" ({rule.clause_url})" if rule.clause_url else "")
     facts = f"Profiles: {', '.join(rule.profiles) or 'none'}. Severity: {rule.severity}."
+    from rich.console import Console
+
     console = Console()
     if console.is_terminal:
         from rich.markdown import Markdown  # here: its parser and highlighter would slow every command's start

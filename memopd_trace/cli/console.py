@@ -12,12 +12,15 @@ from dataclasses import dataclass
 from enum import StrEnum
 from importlib.abc import MetaPathFinder
 from types import ModuleType
+from typing import TYPE_CHECKING
 
 import pyarrow as pa
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from memopd_trace.errors import MissingExtraError, printable
+
+if TYPE_CHECKING:  # commands import it where they print with it: a clean `validate` starts without
+    from rich.console import Console
+    from rich.progress import Progress
 
 
 class OutputFormat(StrEnum):
@@ -89,6 +92,8 @@ class _NoPandas(MetaPathFinder):
 
 def stderr(quiet: bool | None = None) -> Console:
     """A console on stderr; silent under `--quiet` unless told otherwise."""
+    from rich.console import Console
+
     return Console(stderr=True, quiet=settings.quiet if quiet is None else quiet, highlight=False, soft_wrap=True)
 
 
@@ -114,6 +119,8 @@ def require(module: str, extra: str, what: str) -> ModuleType:
 @contextmanager
 def progress(label: str, total: int | None = None) -> Iterator[Progress]:
     """A progress bar on stderr that vanishes when done, and is not there when stderr is no terminal."""
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
     console = stderr()
     with Progress(
         TextColumn("{task.description}", markup=False),

@@ -6,9 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import typer
-from rich.console import Console
-from rich.markup import escape
-from rich.table import Table
 
 from memopd_trace.cli.console import notice, require, settings, stderr
 from memopd_trace.errors import printable
@@ -24,6 +21,9 @@ def demo(
 
     Example: memopd-trace demo -o demo-out
     """
+    from rich.console import Console
+    from rich.table import Table
+
     module = require("memopd_trainer.demo", "demo", "the demo")
     status = stderr().status("models")
     with status:
@@ -49,6 +49,8 @@ def register(app: typer.Typer) -> None:
 
 def _plain(text: str) -> str:
     """Text that may hold a path or a trace's string, for a console that reads markup."""
+    from rich.markup import escape
+
     return escape(printable(text, limit=None))
 
 

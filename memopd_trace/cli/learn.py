@@ -7,8 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import typer
-from rich.console import Console
-from rich.table import Table
 
 from memopd_trace.cli.console import OutputFormat, notice, progress, require
 from memopd_trace.errors import printable
@@ -52,6 +50,9 @@ def register(app: typer.Typer) -> None:
 
 
 def _print_summary(result: Any) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
     console = Console()
     if result.first is None:
         console.print(f"nothing to do: the run is at step {result.steps}")

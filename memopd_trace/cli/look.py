@@ -6,14 +6,15 @@ import sys
 from collections.abc import Iterable
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import typer
-from rich.console import Console
-from rich.text import Text
 
 from memopd_trace.cli.console import OutputFormat, notice, progress
 from memopd_trace.errors import InputError, UsageError, printable
+
+if TYPE_CHECKING:
+    from rich.text import Text
 
 EPISODES = 5  # drawn when none is named
 
@@ -26,6 +27,8 @@ def stats(
 
     Example: memopd-trace stats runs/today.parquet --format json
     """
+    from rich.text import Text
+
     from memopd_trace.cli.stats_text import sections
     from memopd_trace.look.stats import stats as count
 
@@ -55,6 +58,8 @@ def show(
 
     Example: memopd-trace show runs/today.parquet --episode question-1/0 --invocation 3 --tokenizer models/student
     """
+    from rich.text import Text
+
     from memopd_trace.look import show as look
     from memopd_trace.look.lineage_tree import tree_lines
     from memopd_trace.storage import TraceReader
@@ -128,6 +133,8 @@ def _pieces(tokenizer: Path, reader: Any, model_id: str) -> Any:
 
 def _print(lines: Iterable[Text]) -> None:
     """Lines on stdout, styled only at a terminal; never wrapped, never read as markup."""
+    from rich.console import Console
+
     from memopd_trace.look.lineage_tree import ASCII
 
     console = Console(highlight=False, soft_wrap=True, markup=False, emoji=False)

@@ -14,7 +14,7 @@ from memopd_trace.disk import atomic_file, is_node, regular_target
 from memopd_trace.errors import UsageError
 from memopd_trace.limits import MEMORY, memory_cap
 from memopd_trace.report.locations import current_folder
-from memopd_trace.settings import Config, find_config, load_config
+from memopd_trace.settings import MAX_MEMORY, Config, find_config, load_config
 from memopd_trace.validate import MAX_FINDINGS, validate
 
 
@@ -81,6 +81,7 @@ def check(
     max_memory: float = typer.Option(
         MEMORY / 2**30,
         min=0,
+        max=MAX_MEMORY,
         metavar="GIB",
         help="Memory that the check may take; an input that needs more is refused.",
     ),

@@ -44,7 +44,7 @@ from memopd_trace.storage import TraceReader
 DIFF_VERSION = "1"
 SHOWN = 10  # rows of each sort
 KEY = ("episode_id", "invocation_index")
-IDS = ("prompt_ids", "output_ids")
+ID_COLUMNS = ("prompt_ids", "output_ids")
 CONTEXT = ("position_ids", "visible_from", "visible_until", "output_slots", "media")
 
 
@@ -276,7 +276,7 @@ def _count(
 ) -> Iterator[_Found]:
     """Count a batch's differing rows; yields those that are to be shown."""
     nothing = np.zeros(batch.num_rows, bool)
-    state = np.logical_or.reduce([nothing, *(differs.get(n, nothing) for n in (*IDS, "context"))])
+    state = np.logical_or.reduce([nothing, *(differs.get(n, nothing) for n in (*ID_COLUMNS, "context"))])
     differs.pop("context", None)
     if "state_digest" in differs:
         differs["state_digest"] &= ~state

@@ -93,13 +93,13 @@ def codes_json(rules: Iterable[Rule] = RULES.values()) -> str:
 
 
 def match(patterns: Iterable[str]) -> set[str]:
-    """The codes that a pattern (a code or a glob, in any case) matches.
+    """The codes that a pattern (a code or a glob, in any case) matches; a single string is one pattern.
 
     Raises:
         UsageError: a pattern matches none; the message names the nearest codes.
     """
     found: set[str] = set()
-    for pattern in patterns:
+    for pattern in [patterns] if isinstance(patterns, str) else patterns:
         matches = {code for code in RULES if fnmatchcase(code, pattern.upper())}
         if not matches:
             raise UsageError(f"no code matches '{pattern}'", hint=_suggestion(pattern))

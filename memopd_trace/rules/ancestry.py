@@ -75,7 +75,7 @@ def rewrite_kind(run: Run) -> Iterator[Hit]:
     hint="who guesses takes the longest; the first match would make another branch's answer this one's context",
 )
 def parent_ambiguous(run: Run) -> Iterator[Hit]:
-    for at, longest, others in _followed(run, lambda i: i.relation is None and i.parent_index is None):
+    for at, longest, others in _followed(run, lambda i: i.relation is None and i.parent_index is None, {}):
         if others:
             names = ", ".join(str(i.invocation_index) for i in others)
             message = f"the prompt goes on from invocation {longest.invocation_index} (the longest), or from {names}"
@@ -92,9 +92,11 @@ def parent_ambiguous(run: Run) -> Iterator[Hit]:
     hint="a parent guessed too early, or a lineage lost on the way; a return to an earlier call is a 'rewind'",
 )
 def parent_other(run: Run) -> Iterator[Hit]:
-    for at, longest, _ in _followed(run, _claims_a_new_context):
+    rows, guessed = {i.invocation_index: i for i in run.known}, dict[int, int]()
+    for at, longest, _ in _followed(run, _claims_a_new_context, guessed):
         child = run.invocations[at]
-        if longest.invocation_index not in _ancestors(child.parent_index, {i.invocation_index: i for i in run.known}):
+        above = (rows.get(i) for i in _ancestors(child.parent_index, rows, guessed))
+        if not any(i is not None and len(i) == len(longest) and inherited(i, child) == len(i) for i in above):
             message = f"{child.relation}, but the prompt begins with all {len(longest)} ids of"
             message += f" invocation {longest.invocation_index}"
             found = "null" if child.parent_index is None else str(child.parent_index)
@@ -120,13 +122,15 @@ def _ancestors(index: int | None, rows: dict[int, Invocation], guessed: dict[int
     return found
 
 
-def _followed(run: Run, asks: Callable[[Invocation], bool]) -> Iterator[tuple[int, Invocation, list[Invocation]]]:
+def _followed(
+    run: Run, asks: Callable[[Invocation], bool], guessed: dict[int, int]
+) -> Iterator[tuple[int, Invocation, list[Invocation]]]:
     """For each row that `asks`, the longest earlier state with which its prompt begins, and the others that do and are
-    no ancestors of that; a row without a recorded parent is taken to follow the longest."""
+    no ancestors of that; a row without any lineage is taken to follow the longest, which `guessed` then tells."""
     if not any(asks(i) for i in run.invocations[1:]):
         return
     rows = {i.invocation_index: i for i in run.known}
-    states, guessed = _States(run.invocations), dict[int, int]()
+    states = _States(run.invocations)
     for at, child in enumerate(run.invocations):
         if not (asks(child) or (child.parent_index is None and child.relation is None)):
             continue

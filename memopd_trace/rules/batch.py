@@ -127,7 +127,11 @@ class Batch:
 
     def lists(self, name: str) -> Lists:
         """A list column as flat values."""
-        if name not in self._lists:
+        if name not in self._lists and self._is_null(name):
+            items = np.zeros(0, self.column(name).type.value_type.to_pandas_dtype())
+            none = np.zeros(len(self), bool)
+            self._lists[name] = Lists(np.zeros(len(self) + 1, np.int64), items, none, np.zeros(0, bool))
+        elif name not in self._lists:
             array = self.column(name)
             offsets, flat = iter_list_values(array)
             item_given = np.asarray(flat.is_valid()) if flat.null_count else np.broadcast_to(np.True_, len(flat))
@@ -201,19 +205,28 @@ class Batch:
         return ragged_arange(self.output_lengths)
 
     @cached_property
+    def _output_ends(self) -> Ints:
+        return np.cumsum(self.output_lengths)
+
+    def outputs_of(self, row: int) -> slice:
+        """Where the output tokens of a row are among [M]."""
+        stop = int(self._output_ends[row])
+        return slice(stop - int(self.output_lengths[row]), stop)
+
+    @cached_property
     def last_output(self) -> Bools:
         """[M]: the last output token of its row."""
         last = np.zeros(int(self.output_lengths.sum()), bool)
-        last[np.cumsum(self.output_lengths)[self.output_lengths > 0] - 1] = True
+        last[self._output_ends[self.output_lengths > 0] - 1] = True
         return last
 
-    def row_counts(self, tokens: Bools) -> Ints:
-        """[B]: how many of a row's output tokens are marked [M]."""
-        counts, filled = np.zeros(len(self), np.int64), self.output_lengths > 0
+    def any_of_row(self, tokens: Bools) -> Bools:
+        """[B]: an output token of the row is marked [M]."""
+        found, filled = np.zeros(len(self), bool), self.output_lengths > 0
         if filled.any():
-            starts = (np.cumsum(self.output_lengths) - self.output_lengths)[filled]
-            counts[filled] = np.add.reduceat(tokens, starts, dtype=np.int64)
-        return counts
+            starts = (self._output_ends - self.output_lengths)[filled]
+            found[filled] = np.logical_or.reduceat(tokens, starts)
+        return found
 
     def all_within(self, name: str, low: float, high: float) -> bool:
         """Whether every value of an output column [M] is a number above `low` and at most `high` (where null, 0)."""
@@ -227,7 +240,7 @@ class Batch:
     def sampled(self) -> Bools:
         """[M]: chosen by the policy (null = true)."""
         if self._is_null("output_sampled"):
-            return np.ones(len(self.row_of_output), bool)
+            return np.ones(int(self.output_lengths.sum()), bool)
         tokens = self.output("output_sampled")
         return np.where(tokens.given, tokens.values, True).astype(bool)
 
@@ -243,7 +256,7 @@ class Batch:
     @cached_property
     def trains(self) -> Bools:
         """[B]: the row has a token to be trained."""
-        return self.row_counts(self.trained) > 0
+        return self.any_of_row(self.trained)
 
     # hits
 

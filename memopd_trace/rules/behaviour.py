@@ -132,13 +132,16 @@ def logprob_null(b: Batch) -> Iterator[Hit]:
 )
 def logprob_zero(b: Batch) -> Iterator[Hit]:
     lp = b.output("output_logprobs")
-    given = b.row_counts(lp.given)
-    other = b.row_counts(lp.given & (lp.values != 0))
+    suspect = b.given("output_logprobs") & ~b.any_of_row(lp.values != 0)  # a null has the value 0
+    if not suspect.any():
+        return
     greedy = b.numbers("sampling", "temperature", 1.0) == 0
     no_choice = greedy & b.equals("logprob_kind", "tempered", "processed")
     no_choice |= (b.numbers("sampling", "top_k", 0) == 1) & b.equals("logprob_kind", "processed")
-    for row in np.flatnonzero((given >= ZERO_RUN) & (other == 0) & ~no_choice):
-        yield Hit(int(row), f"all {int(given[row])} logprobs are exactly 0.0", "output_logprobs", "below 0", "0.0")
+    for row in np.flatnonzero(suspect & ~no_choice).tolist():
+        given = int(lp.given[b.outputs_of(row)].sum())
+        if given >= ZERO_RUN:
+            yield Hit(row, f"all {given} logprobs are exactly 0.0", "output_logprobs", "below 0", "0.0")
 
 
 @rule(
@@ -152,13 +155,14 @@ def logprob_zero(b: Batch) -> Iterator[Hit]:
 )
 def logprob_quantised(b: Batch) -> Iterator[Hit]:
     lp = b.output("output_logprobs")
-    real = lp.given & (lp.values < -TINY) & np.isfinite(lp.values)
-    fine = real & ((np.ascontiguousarray(lp.values, np.float32).view(np.uint32) & HALF_BITS) != 0)
-    counts, any_fine = b.row_counts(real), b.row_counts(fine)
-    for row in np.flatnonzero((counts >= PRECISION_RUN) & (any_fine == 0)):
-        if len(np.unique(lp.values[(b.row_of_output == row) & real])) >= PRECISION_DISTINCT:
-            message = f"all {int(counts[row])} logprobs fit float16 or bfloat16"
-            yield Hit(int(row), message, "output_logprobs", "float32 values")
+    fine = (np.ascontiguousarray(lp.values, np.float32).view(np.uint32) & HALF_BITS) != 0
+    fine &= lp.values < -TINY  # which neither a null (0) nor NaN is; -inf has no fine bits
+    for row in np.flatnonzero(b.given("output_logprobs") & ~b.any_of_row(fine)).tolist():
+        values = lp.values[b.outputs_of(row)]
+        real = values[(values < -TINY) & np.isfinite(values)]
+        if len(real) >= PRECISION_RUN and len(np.unique(real)) >= PRECISION_DISTINCT:
+            message = f"all {len(real)} logprobs fit float16 or bfloat16"
+            yield Hit(row, message, "output_logprobs", "float32 values")
 
 
 def _cuts_support(b: Batch) -> Bools:

@@ -12,7 +12,7 @@ import pyarrow as pa
 
 from memopd_trace.conform import Misfit
 from memopd_trace.metadata import KEY, TraceMetadata, spec_version_of
-from memopd_trace.places import Place, place_sha256
+from memopd_trace.places import Place, file_sha256
 from memopd_trace.rules.registry import Hit, Inputs, rule
 from memopd_trace.schema import COLUMN, SPEC_VERSION
 from memopd_trace.storage import MANIFEST
@@ -228,7 +228,7 @@ def _count_hits(file: FileContext, key: str, count: int, total: int | None) -> I
     unless=no_manifest,
 )
 def manifest_sha256(file: FileContext) -> Iterator[Hit]:
-    stated, actual = (file.part or {}).get("sha256"), place_sha256(file.path)
+    stated, actual = (file.part or {}).get("sha256"), file_sha256(file.path)
     if stated != actual:
         yield Hit(None, f"{MANIFEST} names another SHA-256", None, str(stated), actual)
 

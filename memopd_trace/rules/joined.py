@@ -22,7 +22,7 @@ from memopd_trace.invocation import read_column
 from memopd_trace.metadata import ScoresMetadata, ViewsMetadata
 from memopd_trace.rules.batch import Array, Batch, Bools, Ints
 from memopd_trace.rules.registry import Hit
-from memopd_trace.rules.rowindex import RowIndex
+from memopd_trace.rules.rowindex import RowIndex, digest_cells, digest_hex
 from memopd_trace.rules.state import DIGESTED
 from memopd_trace.schema import COLUMN, RECORDED
 from memopd_trace.scorefolder import HEAD, ScoresFolder
@@ -134,6 +134,18 @@ class JoinedBatch(Batch):
 
     def excuse(self, rows: Bools) -> None:
         """Rows [B] that are reported and not judged further."""
+
+    def unknown_hits(self) -> Iterator[Hit]:
+        """One hit per row that names no row of the trace."""
+        for row in np.flatnonzero(self.at < 0):
+            yield Hit(int(row), "the trace has no such row", "invocation_index")
+
+    def state_hits(self) -> Iterator[Hit]:
+        """One hit per row with another state digest than the trace's row."""
+        stated, known = digest_cells(self.column("state_digest")), self.known["digest"]
+        for row in np.flatnonzero(stated != known):
+            message = "the trace's row has another state"
+            yield Hit(int(row), message, "state_digest", digest_hex(known[row]), digest_hex(stated[row]))
 
     def _like(self, table: pa.RecordBatch, *columns: Any) -> Any:
         raise NotImplementedError
@@ -259,6 +271,12 @@ class ScoreBatch(JoinedBatch):
         values = self.matrix(column)
         shown = values[np.arange(len(values)), bad.argmax(1)] if bad.size else np.empty(len(values))
         yield from self.output_hits(np.any(bad, axis=1), column, what, shown, expected=expected)
+
+
+def misfit_hit(misfit: Misfit, where: str = "") -> Hit:
+    """A column that is missing, does not fit its type or holds a null, as a hit of the whole file."""
+    what = {"missing": "is missing", "null": "is null in a row"}.get(misfit.kind, "does not fit its type")
+    return Hit(None, f"{where}column '{misfit.column}' {what}", misfit.column, misfit.expected, misfit.actual)
 
 
 def signal_columns(run: ScoresMetadata) -> tuple[str, ...]:

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from memopd_trace.rules.batch import Batch, Bools
+from memopd_trace.rules.batch import Batch
 from memopd_trace.rules.behaviour import reshapes, unknown_kind
 from memopd_trace.rules.episode import Run
 from memopd_trace.rules.registry import Hit, Profile, rule
@@ -19,11 +19,6 @@ LINEAGE: tuple[Profile, ...] = ("lineage", "train")
 POLICY: tuple[Profile, ...] = ("policy", "train")
 TRAIN: tuple[Profile, ...] = ("train",)
 TRAINED = ("output_ids", "output_sampled", "output_loss_mask", "accepted")
-
-
-def _trains(b: Batch) -> Bools:
-    """[B]: the row has a token to be trained."""
-    return b.trains
 
 
 def _episode_trains(run: Run) -> bool:
@@ -56,7 +51,7 @@ def needs_relation(b: Batch) -> Iterator[Hit]:
     hint="ask the engine for the logprob of each sampled token; recomputing them hides every mismatch",
 )
 def needs_logprobs(b: Batch) -> Iterator[Hit]:
-    yield from b.row_hits(_trains(b) & ~b.given("output_logprobs"), "output_logprobs", "no logprobs")
+    yield from b.row_hits(b.trains & ~b.given("output_logprobs"), "output_logprobs", "no logprobs")
 
 
 @rule(
@@ -71,7 +66,7 @@ def needs_logprobs(b: Batch) -> Iterator[Hit]:
 )
 def needs_logprob_kind(b: Batch) -> Iterator[Hit]:
     elsewhere = b.given("output_logprobs") & reshapes(b)  # E-LOGPROB-KIND speaks of these
-    bad = _trains(b) & unknown_kind(b) & ~elsewhere
+    bad = b.trains & unknown_kind(b) & ~elsewhere
     yield from b.row_hits(bad, "logprob_kind", "the kind of logprob is not known", expected="raw, tempered, processed")
 
 
@@ -86,7 +81,7 @@ def needs_logprob_kind(b: Batch) -> Iterator[Hit]:
 )
 def needs_sampling(b: Batch) -> Iterator[Hit]:
     unset = np.isnan(b.numbers("sampling", "temperature", np.nan)) | ~b.given("sampling")
-    yield from b.row_hits(_trains(b) & unset, "sampling", "no sampling temperature", expected="a temperature")
+    yield from b.row_hits(b.trains & unset, "sampling", "no sampling temperature", expected="a temperature")
 
 
 @rule(
@@ -99,7 +94,7 @@ def needs_sampling(b: Batch) -> Iterator[Hit]:
     profiles=POLICY,
 )
 def needs_policy_version(b: Batch) -> Iterator[Hit]:
-    bad = _trains(b) & ~b.given("policy_version") & ~b.given("output_policy_versions")
+    bad = b.trains & ~b.given("policy_version") & ~b.given("output_policy_versions")
     yield from b.row_hits(bad, "policy_version", "no policy version", expected="a version")
 
 
@@ -114,7 +109,7 @@ def needs_policy_version(b: Batch) -> Iterator[Hit]:
     hint="ids derived from text need not be the sampled ones: no ratio of probabilities holds for them",
 )
 def needs_engine_ids(b: Batch) -> Iterator[Hit]:
-    bad = _trains(b) & ~b.equals("token_source", "engine")
+    bad = b.trains & ~b.equals("token_source", "engine")
     yield from b.row_hits(bad, "token_source", "the ids are not known to be the engine's", expected="engine")
 
 
@@ -129,7 +124,7 @@ def needs_engine_ids(b: Batch) -> Iterator[Hit]:
     hint="0 is a reward, null is none",
 )
 def needs_reward(run: Run) -> Iterator[Hit]:
-    if _episode_trains(run) and all(i.reward is None for i in run.invocations):
+    if all(i.reward is None for i in run.invocations) and _episode_trains(run):
         yield Hit(len(run.invocations) - 1, "no row of the episode has a reward", "reward", "a number", "null")
 
 
@@ -137,7 +132,8 @@ def needs_reward(run: Run) -> Iterator[Hit]:
     "E-NEEDS-END",
     "an episode that does not say how it ended",
     phase="episode",
-    clause="Under `train`, `terminated` or `truncated` MUST be given on the last row of an episode.",
+    clause="Under `train`, `terminated` or `truncated` MUST be given on the last row of an episode with a token to be "
+    "trained.",
     columns=("terminated", "truncated", *TRAINED),
     needs=(),
     profiles=TRAIN,
@@ -145,7 +141,7 @@ def needs_reward(run: Run) -> Iterator[Hit]:
 )
 def needs_end(run: Run) -> Iterator[Hit]:
     last = run.invocations[-1]
-    if _episode_trains(run) and last.terminated is None and last.truncated is None:
+    if last.terminated is None and last.truncated is None and _episode_trains(run):
         message = "the last row gives neither terminated nor truncated"
         yield Hit(len(run.invocations) - 1, message, "terminated", "true or false", "null")
 
@@ -162,5 +158,5 @@ def needs_end(run: Run) -> Iterator[Hit]:
 )
 def needs_group(run: Run) -> Iterator[Hit]:
     first = run.invocations[0]
-    if _episode_trains(run) and first.group_id is None and first.task_id is None:
+    if first.group_id is None and first.task_id is None and _episode_trains(run):
         yield Hit(0, "neither group_id nor task_id", "group_id", "a group or a task", "null")

@@ -134,6 +134,11 @@ def digest_cells(column: pa.Array) -> NDArray[Any]:
     return _fixed((d or bytes(32) for d in column.to_pylist()), "S32")
 
 
+def digest_hex(cell: bytes) -> str:
+    """A cell of `digest_cells` in hex; numpy leaves out the zeros at its end."""
+    return bytes(cell).ljust(32, b"\0").hex()
+
+
 def _digests(table: pa.RecordBatch) -> NDArray[Any]:
     column = table.column("state_digest")
     cells = digest_cells(column)

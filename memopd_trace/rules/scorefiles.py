@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from memopd_trace.places import Place
-from memopd_trace.rules.joined import LAGS, ScoresContext
+from memopd_trace.rules.joined import LAGS, ScoresContext, misfit_hit
 from memopd_trace.rules.registry import Hit, rule
 from memopd_trace.schema import RECORDED
 from memopd_trace.scorefolder import RUN, SHARD_NAME
@@ -68,9 +68,7 @@ def damaged(file: ScoresContext) -> Iterator[Hit]:
 def column(file: ScoresContext) -> Iterator[Hit]:
     for path, misfits in file.misfits.items():
         for misfit in misfits:
-            what = {"missing": "is missing", "null": "is null in a row"}.get(misfit.kind, "does not fit its type")
-            message = f"'{path.name}': column '{misfit.column}' {what}"
-            yield Hit(None, message, misfit.column, misfit.expected, misfit.actual)
+            yield misfit_hit(misfit, where=f"'{path.name}': ")
 
 
 @rule(
@@ -208,7 +206,7 @@ def disagree(file: ScoresContext) -> Iterator[Hit]:
         yield Hit(None, message, "logprob", None, f"{difference:.4f} nats apart at most")
 
 
-def place(file: ScoresContext, hit: Hit) -> tuple[Place, int | None]:
+def shown_at(file: ScoresContext, hit: Hit) -> tuple[Place, int | None]:
     """Where a hit of the folder is to be shown: the trace's own row, where it names one."""
     if hit.row is None:
         return file.folder.path, None

@@ -11,7 +11,7 @@ from memopd_trace.rules.batch import Array, Bools
 from memopd_trace.rules.behaviour import ROUNDING, SENTINEL
 from memopd_trace.rules.joined import ScoreBatch, signal_columns, width_of
 from memopd_trace.rules.registry import Hit, rule
-from memopd_trace.rules.rowindex import digest_cells
+from memopd_trace.rules.rowindex import digest_cells, digest_hex
 
 KEY = ("episode_id", "invocation_index")
 MASS = 1e-3  # nats by which the mass of a whole distribution may differ from 1 in float32
@@ -28,8 +28,7 @@ CHECKED_ROWS, CHECKED_TARGETS = 8, 8  # of a folder, and of a row: the self-chec
     hint="are these scores of another trace?",
 )
 def row(b: ScoreBatch) -> Iterator[Hit]:
-    for at in np.flatnonzero(b.at < 0):
-        yield Hit(int(at), "the trace has no such row", "invocation_index")
+    yield from b.unknown_hits()
 
 
 @rule(
@@ -56,10 +55,7 @@ def duplicate(b: ScoreBatch) -> Iterator[Hit]:
     hint="the trace changed after it was scored, or these are scores of another trace; score it again",
 )
 def same_state(b: ScoreBatch) -> Iterator[Hit]:
-    stated = digest_cells(b.column("state_digest"))
-    for at in np.flatnonzero(stated != b.known["digest"]):
-        expected, actual = (bytes(d).ljust(32, b"\0").hex() for d in (b.known["digest"][at], stated[at]))
-        yield Hit(int(at), "the trace's row has another state", "state_digest", expected, actual)
+    yield from b.state_hits()
 
 
 @rule(
@@ -330,8 +326,8 @@ def view(b: ScoreBatch) -> Iterator[Hit]:
     if b.context.views is not None:
         known = b.context.views.digests_of(b.run.view)[b.at]
         for at in np.flatnonzero(given & (stated != known)):
-            expected = bytes(known[at]).ljust(32, b"\0").hex() if known[at] else "no view of this row"
-            yield Hit(int(at), "another prompt was scored", "view_digest", expected, bytes(stated[at]).hex())
+            expected = digest_hex(known[at]) if known[at] else "no view of this row"
+            yield Hit(int(at), "another prompt was scored", "view_digest", expected, digest_hex(stated[at]))
 
 
 def log_sum_exp(values: Array) -> Array:

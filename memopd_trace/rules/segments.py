@@ -11,7 +11,8 @@ from memopd_trace.lineage import common_prefix, final_ids
 from memopd_trace.rules.episode import Run
 from memopd_trace.rules.registry import Hit, rule
 
-FOREIGN = ("system", "task", "user", "observation", "tool_result")  # kinds that the model did not write
+CONTENT = ("task", "user", "observation", "tool_result")  # kinds that hold what others wrote, and no template
+FOREIGN = ("system", *CONTENT)  # kinds that the model did not write
 
 
 def _inside(segment: Segment, length: int) -> bool:

@@ -77,7 +77,7 @@ def ids_past_text(b: Batch) -> Iterator[Hit]:
     for row, text, texts in _mirrors(b, "output_text"):
         if text in texts or not any(t.startswith(text) for t in texts):
             continue
-        own, pieces = ids.values[ids.offsets[row] : ids.offsets[row + 1]], b.inputs.tokenizer
+        own, pieces = ids.cell(row), b.inputs.tokenizer
         reach = bisect_left(range(len(own)), len(text), key=lambda n: len(pieces.text(own[:n])))
         message = f"output_text ends before the last {len(own) - reach} of {len(own)} ids"
         yield Hit(row, message, "output_text", _shown(texts[0]), _shown(text))
@@ -88,11 +88,11 @@ def _mirrors(b: Batch, name: str) -> Iterator[tuple[int, str, list[str]]]:
     pieces: Pieces = b.inputs.tokenizer
     own = [n for n, m in b.metadata.models.items() if m.tokenizer.fingerprint == pieces.fingerprint]
     odd = b.given("output_slots") if name == "output_text" else b.given("media")  # not in order; expanded
-    rows = np.flatnonzero(b.given(name) & b.equals("model_id", *own) & ~odd)
+    rows: list[int] = np.flatnonzero(b.given(name) & b.equals("model_id", *own) & ~odd).tolist()
     ids = b.lists(name.replace("_text", "_ids"))
-    lists = [ids.values[ids.offsets[r] : ids.offsets[r + 1]] for r in rows]
+    lists = [ids.cell(r) for r in rows]
     whole, plain = pieces.texts(lists), pieces.texts(lists, controls=False)
-    for row, tokens, *texts in zip(rows.tolist(), lists, whole, plain, strict=True):
+    for row, tokens, *texts in zip(rows, lists, whole, plain, strict=True):
         if name == "output_text" and len(tokens) and tokens[-1] in pieces.controls:
             texts.append(texts[0].removesuffix(pieces.piece(tokens[-1]) or ""))
         yield row, _plain(b.text(name, row) or ""), [_plain(t) for t in texts]

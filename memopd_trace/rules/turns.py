@@ -10,30 +10,25 @@ from numpy.typing import NDArray
 
 from memopd_trace.invocation import IDS, Invocation, Segment
 from memopd_trace.lineage import common_prefix, final_ids, inherited
-from memopd_trace.metadata import Model
+from memopd_trace.pieces import Pieces
 from memopd_trace.rules.episode import Run
 from memopd_trace.rules.registry import Hit, rule
+from memopd_trace.rules.segments import CONTENT
 from memopd_trace.rules.text import other_tokenizer
 
-CONTENT = ("task", "user", "observation", "tool_result")  # segments that hold what others wrote, and no template
 MAX_HEADER = 16  # ids of the header with which a template opens the model's turn
 
 
 def _controls(run: Run, invocation: Invocation) -> NDArray[np.int32]:
     """The ids that steer the row's model: those that the metadata names, and the tokenizer's."""
     model, pieces = run.model(invocation), run.pieces(invocation)
-    named = _special(model) if model else []
+    named = model.tokenizer.controls if model else []
     return np.union1d(np.array(named, np.int32), pieces.controls if pieces else []).astype(np.int32)
-
-
-def _special(model: Model) -> list[int]:
-    t = model.tokenizer
-    return [i for i in (t.bos_id, t.pad_id, *t.eos_ids, *t.stop_ids) if i is not None]
 
 
 def _stops(run: Run, invocation: Invocation) -> list[int]:
     model = run.model(invocation)
-    return [*model.tokenizer.eos_ids, *model.tokenizer.stop_ids] if model else []
+    return model.tokenizer.stops if model else []
 
 
 @rule(
@@ -43,7 +38,7 @@ def _stops(run: Run, invocation: Invocation) -> list[int]:
     clause="A `task`, `user`, `observation` or `tool_result` segment SHOULD hold no control id but those of its frame.",
     columns=("segments", "output_slots", "model_id"),
     needs=("segments",),
-    hint="text such as '<|im_end|>' was encoded as the control id; encode content without special pieces",
+    hint="text such as '<|im_end|>' was encoded as the control id; or a segment holds several turns: give each its own",
 )
 def control_in_content(run: Run) -> Iterator[Hit]:
     controls: dict[str, NDArray[np.int32]] = {}
@@ -51,26 +46,56 @@ def control_in_content(run: Run) -> Iterator[Hit]:
         if child.model_id not in controls:
             controls[child.model_id] = _controls(run, child)
         for number, s in enumerate(child.segments or ()):
-            offset = _stray_control(child, s, controls[child.model_id], run.pieces(child) is None)
+            offset = _stray_control(child, s, controls[child.model_id], run.pieces(child))
             if offset is not None:
                 message = f"segments[{number}] '{s.kind}' holds a control id at offset {offset}"
                 yield Hit(at, message, "segments", "text", str(final_ids(child)[s.start + offset]))
                 break
 
 
-def _stray_control(child: Invocation, s: Segment, controls: NDArray[np.int32], opened: bool) -> int | None:
-    """The offset of the first control id of a content segment that is no frame: a frame begins with control ids (or is
-    `opened` by ids of which that is not known), and may then end with one, and one id of white space behind it."""
+def _stray_control(child: Invocation, s: Segment, controls: NDArray[np.int32], pieces: Pieces | None) -> int | None:
+    """The offset of the first control id of a content segment that is no frame: a frame begins with control ids (a
+    tokenizer knows them all), and may then end with one, and one id of white space behind it."""
     if s.kind not in CONTENT or s.source_index is not None or not 0 <= s.start < s.stop <= len(child):
         return None
-    steers = np.isin(final_ids(child)[s.start : s.stop], controls)
+    ids = final_ids(child)[s.start : s.stop]
+    steers = np.isin(ids, controls)
     if not steers.any():
         return None
-    head = len(steers) if steers.all() else int(steers.argmin())
+    head = _head(ids, steers, pieces)
     inner = np.flatnonzero(steers[head:]) + head
-    if (head or opened) and len(inner) and inner[-1] >= len(steers) - 2:
+    if (head or pieces is None) and len(inner) and inner[-1] >= len(steers) - 2:
         inner = inner[:-1]
     return int(inner[0]) if len(inner) else None
+
+
+def _head(ids: IDS, steers: NDArray[np.bool_], pieces: Pieces | None) -> int:
+    """The length of the control ids with which a segment begins, white space in front of each included: what stands
+    between two turns is often written with the second. Without a tokenizer any id between two of them counts."""
+    at = 0
+    while at < len(ids):
+        step = 1 if steers[at] else 2
+        blank = step == 2 and (_blank(pieces, ids[at]) if pieces else at > 0)
+        if step == 2 and not (blank and steers[at + 1 : at + 2].any()):
+            break
+        at += step
+    return at
+
+
+def _blank(pieces: Pieces, token: int) -> bool:
+    """Whether an id is white space. Its text says so: a piece may be written in signs for bytes."""
+    text = pieces.text([token])
+    return bool(text) and not text.strip()
+
+
+def _extensions(run: Run) -> Iterator[tuple[int, Invocation, Invocation, Pieces]]:
+    """(number in the run, row, parent, the tokenizer's pieces) of every `extend` row that is one."""
+    for at, child in enumerate(run.invocations):
+        parent, pieces = run.parent(child), run.pieces(child)
+        if child.relation != "extend" or parent is None or pieces is None:
+            continue
+        if inherited(parent, child) == len(parent):
+            yield at, child, parent, pieces
 
 
 @rule(
@@ -87,15 +112,12 @@ def _stray_control(child: Invocation, s: Segment, controls: NDArray[np.int32], o
 )
 def separator_missing(run: Run) -> Iterator[Hit]:
     ends: dict[int, set[int]] = {}  # of each row, where outputs end in its prompt
-    for at, child in enumerate(run.invocations):
-        parent, pieces = run.parent(child), run.pieces(child)
-        if child.relation != "extend" or parent is None or pieces is None or inherited(parent, child) < len(parent):
-            continue
+    for at, child, parent, pieces in _extensions(run):
         end = len(parent) - 1
         ends[child.invocation_index] = own = ends.get(parent.invocation_index, set()) | {end}
         if parent.output_ids[-1:].tolist() and parent.output_ids[-1] in _stops(run, child):
             between = _separator(child.prompt_ids, end, own, pieces.controls)
-            if between is not None and not (pieces.piece(between) or "x").strip():
+            if between is not None and _blank(pieces, between):
                 message = f"no separator behind the output of invocation {child.parent_index}, at index {end + 1}"
                 yield Hit(at, message, "prompt_ids", str(between), str(child.prompt_ids[end + 1]))
 
@@ -124,10 +146,7 @@ def _separator(prompt: IDS, end: int, ends: set[int], controls: NDArray[np.int32
     unless=other_tokenizer,
 )
 def call_missing(run: Run) -> Iterator[Hit]:
-    for at, child in enumerate(run.invocations):
-        parent, pieces = run.parent(child), run.pieces(child)
-        if child.relation != "extend" or parent is None or pieces is None or inherited(parent, child) < len(parent):
-            continue
+    for at, child, parent, pieces in _extensions(run):
         new = child.prompt_ids[len(parent) :]
         header = _header(parent.prompt_ids, new, pieces.controls)
         stops = np.isin(new, _stops(run, child))

@@ -11,9 +11,9 @@ from memopd_trace.invocation import read_column
 from memopd_trace.rules import state, structure
 from memopd_trace.rules.batch import Bools
 from memopd_trace.rules.files import FEATURE_COLUMNS
-from memopd_trace.rules.joined import ViewBatch, ViewsContext
+from memopd_trace.rules.joined import ViewBatch, ViewsContext, misfit_hit
 from memopd_trace.rules.registry import Hit, rule
-from memopd_trace.rules.rowindex import digest_cells
+from memopd_trace.rules.rowindex import digest_cells, digest_hex
 from memopd_trace.schema import COLUMN, RECORDED
 
 KEY = ("episode_id", "invocation_index", "view")
@@ -29,9 +29,8 @@ SEQUENCE = ("position_ids", "visible_from", "visible_until")
     hint="`memopd-trace schema views` prints the columns",
 )
 def column(file: ViewsContext) -> Iterator[Hit]:
-    for name, misfit in file.misfits.items():
-        what = {"missing": "is missing", "null": "is null in a row"}.get(misfit.kind, "does not fit its type")
-        yield Hit(None, f"column '{name}' {what}", name, misfit.expected, misfit.actual)
+    for misfit in file.misfits.values():
+        yield misfit_hit(misfit)
 
 
 @rule(
@@ -91,8 +90,7 @@ def name(b: ViewBatch) -> Iterator[Hit]:
     hint="are these views of another trace?",
 )
 def row(b: ViewBatch) -> Iterator[Hit]:
-    for at in np.flatnonzero(b.at < 0):
-        yield Hit(int(at), "the trace has no such row", "invocation_index")
+    yield from b.unknown_hits()
 
 
 @rule(
@@ -117,10 +115,7 @@ def duplicate(b: ViewBatch) -> Iterator[Hit]:
     hint="the trace changed after the views were made, or they are of another trace; make them again",
 )
 def same_state(b: ViewBatch) -> Iterator[Hit]:
-    stated = digest_cells(b.column("state_digest"))
-    for at in np.flatnonzero(stated != b.known["digest"]):
-        expected, actual = (bytes(d).ljust(32, b"\0").hex() for d in (b.known["digest"][at], stated[at]))
-        yield Hit(int(at), "the trace's row has another state", "state_digest", expected, actual)
+    yield from b.state_hits()
 
 
 @rule(
@@ -258,7 +253,6 @@ def media(b: ViewBatch) -> Iterator[Hit]:
 def digest(b: ViewBatch) -> Iterator[Hit]:
     stated = digest_cells(b.column("view_digest"))
     for at in np.flatnonzero(b.given("view_digest")):
-        actual = b.digest(int(at))
-        if bytes(stated[at]).ljust(32, b"\0") != actual:
-            message = "the viewed sequence has another digest"
-            yield Hit(int(at), message, "view_digest", actual.hex(), bytes(stated[at]).ljust(32, b"\0").hex())
+        actual, given = b.digest(int(at)).hex(), digest_hex(stated[at])
+        if actual != given:
+            yield Hit(int(at), "the viewed sequence has another digest", "view_digest", actual, given)

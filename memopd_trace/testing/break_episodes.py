@@ -143,8 +143,7 @@ tool_result_trained = on_tail("E-LOSS-CONTENT", "tool_result_trained", segments=
 @breaks("W-CONTROL-IN-CONTENT")
 def control_id_from_outside(metadata: TraceMetadata, rows: Rows) -> Rows | None:
     at = site(metadata, rows)
-    t = at.model.tokenizer
-    controls = [i for i in (t.bos_id, t.pad_id, *at.stops) if i is not None]
+    controls = at.model.tokenizer.controls
     call = {"prompt_ids": [at.ids[0], *controls[:1], *at.ids], "segments": [Segment(0, 5, "user")]}
     return tail(metadata, rows, call) if controls else None
 

@@ -11,9 +11,9 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from memopd_trace.disk import file_sha256
 from memopd_trace.limits import MAX_COLUMNS
 from memopd_trace.metadata import KEY, TraceMetadata
+from memopd_trace.places import file_sha256
 from memopd_trace.schema import FEATURES
 from memopd_trace.storage import MANIFEST
 from memopd_trace.testing.mutation import Rows, breaks

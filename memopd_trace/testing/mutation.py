@@ -137,17 +137,16 @@ class Site:
     @property
     def stops(self) -> list[int]:
         """The ids that end an output of the model."""
-        return [*self.model.tokenizer.stop_ids, *self.model.tokenizer.eos_ids]
+        return self.model.tokenizer.stops
 
 
 def site(metadata: TraceMetadata, rows: Rows) -> Site:
     """The site in a trace: the last call of the first episode."""
     last = rows[_first_episode(rows) - 1]
     model = metadata.models[last.model_id]
-    t = model.tokenizer
-    taken = {t.bos_id, t.pad_id, *t.eos_ids, *t.stop_ids}
+    taken = set(model.tokenizer.controls)
     taken |= {int(row.prompt_ids[0]) for row in rows if row.episode_id == last.episode_id and len(row.prompt_ids)}
-    a, b, c = [i for i in range(t.size) if i not in taken][-3:]
+    a, b, c = [i for i in range(model.tokenizer.size) if i not in taken][-3:]
     return Site(last.invocation_index, model, (a, b, c))
 
 

@@ -52,7 +52,7 @@ class Plan:
     @property
     def stop_ids(self) -> list[int]:
         """Ids that end an output; may be empty."""
-        return [*self.tokenizer.eos_ids, *self.tokenizer.stop_ids]
+        return self.tokenizer.stops
 
     def ids(self, draw: st.DrawFn, least: int, most: int) -> list[int]:
         """`least` to `most` ids that are no control ids."""
@@ -64,12 +64,12 @@ class Plan:
 
 
 def checked_kinds(kinds: Iterable[str]) -> frozenset[str]:
-    """`kinds` as a set.
+    """`kinds` as a set; a single word is one kind.
 
     Raises:
         UsageError: a kind that there is not.
     """
-    found = frozenset(kinds)
+    found = frozenset([kinds] if isinstance(kinds, str) else kinds)
     if unknown := sorted(found - set(KINDS)):
         raise UsageError(f"no kind '{unknown[0]}'", hint=f"one of {', '.join(KINDS)}")
     return found

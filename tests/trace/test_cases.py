@@ -97,6 +97,16 @@ def test_a06_the_separator_behind_the_stop_id_is_lost(boundaries: int, tmp_path:
     assert clean(judge(tmp_path, *rows[False], given=given, stop_ids=[645], bos_id=1))
 
 
+def test_a06_white_space_may_be_written_in_signs_for_bytes(tmp_path: Path) -> None:
+    """As most tokenizers in use do: the piece of a newline is no newline."""
+    decoder = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
+    given = tokenizer(tmp_path, {**CHAT, 198: "\u010a"}, TURNS, decoder=decoder)
+    prompt = chat([7], [7])
+    lost = extend([*prompt, 7, 645, *chat([7])], [7, 645])
+    report = judge(tmp_path, root(prompt, [7, 645]), lost, given=given, stop_ids=[645], bos_id=1)
+    assert report.codes == {"W-SEPARATOR-MISSING"}
+
+
 def test_a06_a_template_without_separators_is_left_alone(tmp_path: Path) -> None:
     given = tokenizer(tmp_path, CHAT, TURNS)
     prompt = [644, 8, 7, 645, 644, 9]
@@ -276,6 +286,20 @@ def test_c07_placeholders_are_expanded_twice(tmp_path: Path) -> None:
         tmp_path, root(once, [3], media=[image]), extend([*twice, 3, 5], [4], media=[whole]), features=features
     )
     assert cause(grown) == "placeholder" and "a run of 4 placeholders 60 became 7" in grown.findings[-1].message
+
+
+def test_c07_other_contents_are_no_other_expansion(tmp_path: Path) -> None:
+    """A rewrite that puts two runs side by side, or another picture in the place of one, did what it says."""
+    given = tokenizer(tmp_path, {1: "a", 2: "b", 3: "c", 60: "<image>"})
+    first, second = ({"start": 1, "stop": 3, "sha256": c * 32} for c in ("ab", "cd"))
+    parent = root([1, 60, 60, 2, 60, 60, 60, 1], [3], media=[first, second | {"start": 4, "stop": 7}])
+    closer = [1, 60, 60, 60, 60, 60, 1, 3], [first, second | {"start": 3, "stop": 6}]
+    instead = [1, 60, 60, 60, 1, 3], [second | {"start": 1, "stop": 4}]
+    larger = [1, 60, 60, 60, 2, 60, 60, 60, 1, 3], [first | {"stop": 4}, second | {"start": 5, "stop": 8}]
+    for (prompt, media), found in ((closer, None), (instead, None), (larger, "W-REWRITE-KIND")):
+        row = rewrite("elide", [*prompt, 2], [3], media=media)
+        report = judge(tmp_path, parent, row, features=("media",), given=given)
+        assert report.codes == ({found} if found else set()), report.to_text()
 
 
 def test_d01_what_the_logprobs_are_must_be_known(tmp_path: Path) -> None:

@@ -59,7 +59,7 @@ def test_an_unreadable_file_or_folder_is_refused_and_the_rest_is_judged(tmp_path
     build(valid("train"), tmp_path, "good")
     names = ["t.parquet", "shut/t.parquet", "good.parquet"]
     program = (
-        "import os, sys; import memopd_trace.validate; from memopd_trace.cli import main\n"
+        "import os, sys; import memopd_trace.report.render, memopd_trace.validate; from memopd_trace.cli import main\n"
         f"os.chdir({str(tmp_path)!r}); os.setuid(65534); sys.argv = ['memopd-trace', 'validate', *{names!r}]; main()"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, check=False)

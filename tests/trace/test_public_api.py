@@ -51,8 +51,8 @@ SIGNATURES = {
     "validate": "(path, profile='core', *, select=(), ignore=(), max_findings=100, per_file_ignores=None, "
     "tokenizer=None, views=None, scores=None, sample=None, jobs=1)",
     "TraceReader": "(path)",
-    "TraceReader.iter_invocations": "()",
-    "TraceReader.iter_episodes": "()",
+    "TraceReader.iter_invocations": "(columns=None)",
+    "TraceReader.iter_episodes": "(columns=None)",
     "TraceWriter": "(path, metadata, *, overwrite=False, rows_per_part=100000)",
     "TraceWriter.write": "(invocation)",
     "TraceWriter.write_episode": "(episode)",

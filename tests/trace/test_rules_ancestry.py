@@ -101,6 +101,23 @@ def test_a_rewrite_may_keep_the_state_of_its_own_ancestor(tmp_path: Path) -> Non
         assert judge(tmp_path, first, other, rewrite(kind, [5, 6, 9], [3], 1)).clean
 
 
+def test_a_row_without_lineage_hands_its_guessed_ancestors_on(tmp_path: Path) -> None:
+    """The chain from 2 to 0 runs through row 1, which says nothing."""
+    chain = [root([5], [6]), call([5, 6, 7], [8]), extend([5, 6, 7, 8, 9], [10], 1)]
+    assert judge(tmp_path, *chain, rewrite("elide", [5, 6, 11], [12], 2)).clean
+    report = judge(tmp_path, *chain[:2], extend([5, 6, 7, 8, 9], [10], 1), rewrite("elide", [5, 6, 11], [12], 0))
+    assert report.codes == {"W-REWRITE-KIND"}  # nothing changed; what it says of the parent is heard
+
+
+def test_an_equal_state_of_another_call_is_no_other_parent(tmp_path: Path) -> None:
+    """Two samples of one prompt came out alike: whichever is the parent, nothing else was gone on from."""
+    rows = [root([5], [6]), call([5], [6], 0, "fork"), extend([5, 6, 7], [8], 0)]
+    assert judge(tmp_path, *rows, rewrite("elide", [5, 6, 9], [10], 2)).clean
+    rows[1]["output_ids"], rows[2]["relation"] = [6, 11], "extend"
+    report = judge(tmp_path, *rows, rewrite("elide", [5, 6, 11, 9], [10], 2))
+    assert report.codes == {"W-PARENT-OTHER"} and report.findings[0].expected == "1"
+
+
 def test_equal_ids_in_another_state_are_a_rewrite(tmp_path: Path) -> None:
     first = root([5], [6])
     moved = rewrite("memory", [5, 6, 7], [8], position_ids=[3, 4, 5, 6])
@@ -128,6 +145,10 @@ PIECES = {2: "<|end|>", 3: "<|start|>", 13: "\n", 20: "a", 21: "b"}
         ([3, 20, 2, 13], None),  # a turn in its frame
         ([3, 20, 2], None),
         ([3, 3, 20, 21], None),
+        ([13, 3, 20, 2, 13], None),  # with what separates it from the turn in front
+        ([2, 13, 3, 20, 2, 13], None),  # and with the end of that turn
+        ([13, 20, 3, 21], 2),
+        ([13, 13, 3, 20, 2], 2),
         ([2], None),  # a mark alone
         ([3, 20, 2, 13, 13], 2),  # something stands behind the turn
         ([3, 20, 3, 20, 2], 2),

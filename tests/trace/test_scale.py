@@ -19,7 +19,7 @@ from memopd_trace.arrowfile import iter_file, iter_wanted
 from memopd_trace.cli import run
 from memopd_trace.errors import UsageError
 from memopd_trace.invocation import Invocation, invocations_from_batch
-from memopd_trace.jobs import WorkerDiedError, in_order, in_threads
+from memopd_trace.jobs import WorkerDiedError, in_order
 from memopd_trace.metadata import Model, Producer, Tokenizer, TraceMetadata
 from memopd_trace.rules import RULES, choose
 from memopd_trace.sample import NEEDS_ALL_ROWS, NOT_SHOWN
@@ -76,14 +76,6 @@ def test_one_job_or_one_input_needs_no_process() -> None:
     here = os.getpid()
     assert list(in_order(lambda _: os.getpid(), [1, 2], 1)) == [here, here]
     assert list(in_order(lambda _: os.getpid(), [1], 8)) == [here]
-
-
-def test_threads_keep_the_order_and_light_work_stays_here() -> None:
-    assert list(in_threads(lambda n: -n, list(range(100)), 10**6)) == [-n for n in range(100)]
-    import threading
-
-    here = threading.get_ident()
-    assert set(in_threads(lambda _: threading.get_ident(), [1, 2, 3], 10)) == {here}
 
 
 INTERRUPTED = """

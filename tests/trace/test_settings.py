@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -113,12 +114,14 @@ WRONG = [
     ("ignore = 'W-KV-STALE'", "ignore: Input should be a valid list"),
     ("ignore = ['W-KV-STAL']", "no code matches 'W-KV-STAL' (did you mean W-KV-STALE"),
     ("per-file-ignores = {'x' = ['E-NOTHING']}", "no code matches 'E-NOTHING'"),
+    ("max-memory = inf", "max-memory: Input should be less than or equal to"),
+    ("max-findings = " + "9" * 5000, "is not TOML: "),
     ("profile = ", "is not TOML: "),
     ("profile = 'train'\n[validat]", "no key validat (did you mean validate?)"),
 ]
 
 
-@pytest.mark.parametrize(("text", "message"), WRONG, ids=[w[0] for w in WRONG])
+@pytest.mark.parametrize(("text", "message"), WRONG, ids=[w[0][:40] for w in WRONG])
 def test_a_wrong_one_exits_2_with_one_line(text: str, message: str, project: Path, capsys: Capture) -> None:
     (project / "memopd-trace.toml").write_text(f"[validate]\n{text}\n")
     assert run(["validate", "t.parquet"]) == 2
@@ -136,6 +139,7 @@ def test_other_wrong_files(project: Path, capsys: Capture) -> None:
         (b"[tool.memopd-trace]\nvalidate = 1\n", "tool.memopd-trace.validate is no table"),
         (b"\xff\xfe", "is not TOML"),
         (b"a = " + b"[" * 100_000, "is not TOML"),
+        (b"#" * (2**20 + 1), "more than 1048576 bytes"),
     ):
         file.write_bytes(content)
         with pytest.raises(UsageError, match=message.replace(".", r"\.")):
@@ -153,6 +157,19 @@ def test_a_named_file_must_be_there_and_have_the_table(project: Path, capsys: Ca
     assert (code, report["profile"]) == (0, "policy")
     assert run(["validate", "t.parquet", "--no-config", "--config", str(project / "other.toml")]) == 2
     assert run(["validate", "t.parquet", "--config", str(project / "other.toml"), "--no-config"]) == 2
+
+
+def test_what_never_ends_is_no_configuration(project: Path, capsys: Capture) -> None:
+    os.mkfifo(project / "fifo")
+    for path in (project / "fifo", Path("/dev/zero")):
+        assert run(["validate", "t.parquet", "--config", str(path)]) == 2
+        assert capsys.readouterr().err.startswith(f"error: {path}: is no regular file")
+
+
+@pytest.mark.parametrize("size", ["inf", "1e308", "nan", "-1"])
+def test_memory_is_a_number_that_a_system_can_take(size: str, project: Path, capsys: Capture) -> None:
+    assert run(["validate", "t.parquet", "--max-memory", size]) == 2
+    assert len(capsys.readouterr().err.splitlines()) == 1
 
 
 def test_a_folder_that_was_removed_has_no_configuration(project: Path, capsys: Capture) -> None:

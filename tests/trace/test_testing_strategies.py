@@ -92,7 +92,12 @@ def test_episodes_of_given_metadata_stand_in_one_file(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("arguments", "word"),
-    [({"kinds": ("forks",)}, "no kind 'forks'"), ({"profile": "all"}, "no profile 'all'"), ({"max_calls": 0}, "0")],
+    [
+        ({"kinds": ("forks",)}, "no kind 'forks'"),
+        ({"kinds": "forks"}, "no kind 'forks'"),
+        ({"profile": "all"}, "no profile 'all'"),
+        ({"max_calls": 0}, "0"),
+    ],
 )
 def test_what_there_is_not_is_refused_by_name(arguments: dict[str, Any], word: str) -> None:
     with pytest.raises(UsageError, match=word):

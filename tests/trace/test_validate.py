@@ -230,7 +230,7 @@ def test_memory_does_not_grow_with_the_trace(tmp_path: Path) -> None:
         finally:
             tracemalloc.stop()
 
-    small, large = peak(200), peak(1000)
+    small, large = peak(400), peak(1600)  # both more rows than a batch has
     assert large < 1.5 * small, (small, large)
 
 
@@ -238,3 +238,27 @@ def test_nan_is_not_written_into_json(tmp_path: Path) -> None:
     report = judge(changed("train", (2, {"reward": "NaN"})), tmp_path)
     assert math.isnan(float(report.findings[0].actual or ""))
     assert json.loads(report.to_json())["findings"][0]["actual"] == "nan"
+
+
+def test_nothing_to_validate_is_not_clean() -> None:
+    with pytest.raises(UsageError, match="no trace is given"):
+        validate([])
+    with pytest.raises(UsageError, match="max_findings: at least 0, got -1"):
+        validate("gone.parquet", max_findings=-1)
+
+
+def test_a_single_pattern_need_not_be_a_list(tmp_path: Path) -> None:
+    path = build(valid("tiny"), tmp_path)
+    assert validate(path, select="E-NULL") == validate(path, select=["E-NULL"])
+    assert validate(path, ignore="W-*", per_file_ignores={"*": "E-*"}) == validate(
+        path, ignore=["W-*"], per_file_ignores={"*": ["E-*"]}
+    )
+
+
+def test_versions_may_lie_any_distance_apart(tmp_path: Path) -> None:
+    least, most = -(2**63), 2**63 - 1
+    vector = changed("tiny", (0, {"policy_version": most, "kv_policy_version": least}))
+    report = judge(vector, tmp_path)
+    assert [f.message for f in report.findings if f.code == "W-KV-STALE"] == [
+        f"keys and values are {most - least} versions old"
+    ]

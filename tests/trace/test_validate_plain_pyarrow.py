@@ -92,9 +92,9 @@ def canonical_digest(prompt: list[int], output: list[int]) -> bytes:
     def array(values: list[int]) -> bytes:
         return struct.pack("<Q", len(values)) + struct.pack(f"<{len(values)}i", *values)
 
-    n = len(prompt) + len(output)
-    parts = [prompt, output, list(range(n)), list(range(n)), [n] * n, list(range(len(prompt), n))]
-    return hashlib.sha256(b"memopd-trace/state/1" + b"".join(map(array, parts)) + struct.pack("<Q", 0)).digest()
+    defaults = struct.pack("<QQQQ", 0, 0, 0, 0)  # positions, visible from, visible until, slots
+    media = struct.pack("<Q", 0)
+    return hashlib.sha256(b"memopd-trace/state/1" + array(prompt) + array(output) + defaults + media).digest()
 
 
 def rows() -> Rows:
