@@ -19,8 +19,9 @@ from safetensors import SafetensorError
 from transformers import AutoTokenizer, PreTrainedModel
 
 from memopd_scorer.teacher import quiet_transformers
-from memopd_trace.disk import atomic_folder, file_sha256
+from memopd_trace.disk import atomic_folder
 from memopd_trace.errors import CheckFailed, InputError, UsageError, first_line, printable
+from memopd_trace.places import file_sha256
 
 STATE = "trainer_state.pt"
 MANIFEST = "checkpoint.json"
