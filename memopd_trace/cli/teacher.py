@@ -10,7 +10,6 @@ from typing import Any
 import typer
 
 from memopd_trace.cli.console import OutputFormat, notice, progress, require
-from memopd_trace.errors import printable
 from memopd_trace.storage import TraceReader
 from memopd_trace.validate import require_valid
 
@@ -76,6 +75,12 @@ def score(
     device: str = typer.Option("cpu", help="A torch device, e.g. cuda:0."),
     max_tokens: int = typer.Option(8192, min=1, help="Packed tokens in one forward."),
     shard_tokens: int = typer.Option(2**18, min=1, help="Packed tokens in a shard: what a kill can lose."),
+    view: str = typer.Option(
+        "recorded",
+        metavar="NAME",
+        help="The prompt to score under: recorded, persistent-history (built here), or one of --views.",
+    ),
+    views: Path | None = typer.Option(None, metavar="FILE", readable=False, help="The views file that holds --view."),
     repair: bool = typer.Option(False, help="Score damaged shards again instead of refusing."),
     format: OutputFormat = typer.Option(OutputFormat.text, "--format"),
 ) -> None:
@@ -97,7 +102,10 @@ def score(
             device=device,
             max_tokens=max_tokens,
             shard_tokens=shard_tokens,
+            view=view,
+            views=views,
             repair=repair,
+            on_notice=notice,
             on_pack=lambda done, total: bar.update(bar.task_ids[0], completed=done, total=total),
         )
     if result.plan.layout != layout.value:
@@ -105,6 +113,7 @@ def score(
     _print(
         {
             "scores": str(result.folder),
+            "view": view,
             "layout": result.plan.layout,
             "probe": result.probe,
             "attention": result.attention,
@@ -127,7 +136,12 @@ def audit(
     model: str = typer.Option(..., help="The model that sampled the trace: folder, .gguf file or hub name."),
     against: str | None = typer.Option(None, help="Also score under this view: persistent-history."),
     model_id: str | None = typer.Option(None, help="Which of the trace's models it is, where there are several."),
-    max_abs: float | None = typer.Option(None, help="Fail (exit 1) when any |difference| is larger, in nats."),
+    max_abs: float | None = typer.Option(None, min=0, help="Fail (exit 1) when any |difference| is larger, in nats."),
+    max_p99: float | None = typer.Option(None, min=0, help="Fail when the 99th percentile is larger, in nats."),
+    max_false_clips: float | None = typer.Option(None, min=0, max=1, help="Fail when more tokens are clipped (share)."),
+    epsilon: float = typer.Option(0.2, min=0, help="A false clip: |ratio - 1| above this at identical weights."),
+    worst: int = typer.Option(10, min=0, help="How many of the worst tokens to name."),
+    plot: Path | None = typer.Option(None, help="Also draw the differences (.png or .svg; needs the extra plot)."),
     dtype: str = typer.Option("float32", help="float32, bfloat16, float16 or float64."),
     device: str = typer.Option("cpu", help="A torch device, e.g. cuda:0."),
     max_tokens: int = typer.Option(8192, min=1, help="Packed tokens in one forward."),
@@ -138,12 +152,18 @@ def audit(
     Example: memopd-trace audit runs/today.parquet --model models/student --against persistent-history --max-abs 1e-3
     """
     module = require("memopd_scorer.auditing", "score", "this command")
+    if plot is not None:
+        drawing = require("memopd_scorer.audit_plot", "plot", "--plot")
+        drawing.check_format(plot)
     with progress("auditing") as bar:
         report = module.audit(
             trace,
             model,
             against=against,
             model_id=model_id,
+            epsilon=epsilon,
+            limits=module.Limits(max_abs, max_p99, max_false_clips),
+            worst=worst,
             dtype=dtype,
             device=device,
             max_tokens=max_tokens,
@@ -152,11 +172,19 @@ def audit(
     if format is OutputFormat.json:
         print(json.dumps(report.to_json(), indent=1))
     else:
-        _print_audit(report)
-    worst = report.recorded.max_abs
-    if report.lag != 0:
+        from rich.console import Console
+
+        from memopd_scorer.audit_text import print_audit
+
+        print_audit(report, Console())
+    if plot is not None:
+        drawing.plot(report, plot)
+    if report.lag:
         notice(f"the recorded log-probabilities fit best when shifted by {report.lag}: an off-by-one in the log")
-    if max_abs is not None and not worst <= max_abs:
+    for failed in report.failed:
+        option = failed["limit"].replace("_", "-")
+        notice(f"failed: --{option} {failed['at_most']:g}, and it is {failed['value']:.6g}")
+    if report.failed:
         raise typer.Exit(1)
 
 
@@ -178,24 +206,3 @@ def _print(rows: dict[str, Any], format: OutputFormat) -> None:
         else:
             shown = f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else str(value)
         print(f"{name.replace('_', ' '):<{width}}  {shown}")
-
-
-def _print_audit(report: Any) -> None:
-    from rich.console import Console
-    from rich.markup import escape
-    from rich.table import Table
-
-    table = Table("state", "tokens", "max |Δ|", "p99 |Δ|", "mean |Δ|", "false clips", box=None)
-    rows = [("recorded", report.recorded)]
-    rows += [(f"  segment {k}", c) for k, c in report.by_segment_kind.items()]
-    rows += [(f"  policy version {k}", c) for k, c in report.by_policy_version.items()]
-    if report.against is not None:
-        rows.append(("persistent history", report.against))
-    for name, c in rows:
-        numbers = (f"{c.max_abs:.2e}", f"{c.p99_abs:.2e}", f"{c.mean_abs:.2e}", f"{c.false_clip_rate:.2%}")
-        table.add_row(escape(printable(name)), f"{c.tokens:,}", *numbers)
-    console = Console()
-    console.print(table)
-    console.print(f"best lag {report.lag}; {report.skipped_tokens} tokens without a comparable log-probability")
-    if report.top1_flips is not None:
-        console.print(f"most likely token changed at {report.top1_flips:,} tokens under the persistent history")

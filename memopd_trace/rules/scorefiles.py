@@ -165,6 +165,8 @@ def missing(file: ScoresContext) -> Iterator[Hit]:
 
 
 def _other_policy(file: ScoresContext) -> str | None:
+    if file.run.view != RECORDED:
+        return "under a view the teacher read another prompt than the policy"
     return None if file.lags[:, 1].any() else "the teacher's weights sampled no token with a raw log-probability"
 
 

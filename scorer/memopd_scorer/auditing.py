@@ -1,14 +1,17 @@
 """Is the recorded state the true one? Recompute the behaviour log-probabilities and compare.
 
 Under the recorded state they must come out again, to rounding; where they do not, the trace does not say in which
-state its tokens were sampled. `against="persistent-history"` scores the same tokens under the flattened history as
-well, and so measures what misaligned scoring would cost at identical weights.
+state, or with what treatment, its tokens were sampled. `against="persistent-history"` scores the same tokens under the
+flattened history as well, and so measures what misaligned scoring would cost at identical weights.
 
 What is compared is `memopd_trace.behaviour.behaviour_of`: whole-vocabulary numbers at the temperature they include.
 
     false clip      |exp(recomputed - recorded) - 1| > epsilon: PPO would clip a token that nothing has changed
 
-Shape legend: M targets, R prediction rows, V vocabulary (real ids).
+The report and its JSON are described in `memopd_scorer.audit_report`. Memory: the model, a pack, the rows of one group
+(with another view also 24 bytes a token of it), and tallies that do not grow (`memopd_scorer.audit_tally`).
+
+Shape legend: M targets, N output tokens of one invocation, R prediction rows, V vocabulary (real ids).
 """
 
 from __future__ import annotations
@@ -16,77 +19,37 @@ from __future__ import annotations
 import functools
 import itertools
 import os
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
-from typing import Any
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
+from torch import Tensor
 
+from memopd_scorer.audit_labels import depths_of, labels_of, parts_of
+from memopd_scorer.audit_report import AGAINST_TABLES, TABLES, Against, AuditReport, Limits
+from memopd_scorer.audit_tally import FLOATS, Differences, Evidence, Table, Tally, Worst
 from memopd_scorer.plan import Layout, Pack, iter_groups, plan_states
 from memopd_scorer.signals import iter_chunks
-from memopd_scorer.states import state_of
+from memopd_scorer.states import State, state_of
 from memopd_scorer.teacher import LoadedModel, check_trace, load
-from memopd_trace.behaviour import behaviour_of
+from memopd_trace.behaviour import Behaviour, behaviour_of
 from memopd_trace.errors import InputError, UsageError
-from memopd_trace.invocation import Episode, Invocation
+from memopd_trace.invocation import IDS, Invocation, group_episodes
+from memopd_trace.metadata import TraceMetadata
 from memopd_trace.schema import RECORDED
 from memopd_trace.storage import TraceReader
 from memopd_trace.validate import require_valid
 from memopd_trace.views import PERSISTENT_HISTORY, persistent_history, under_prompt
 
 CLIP_EPSILON = 0.2
-LAGS = (-1, 0, 1)
-
-
-@dataclass(frozen=True, slots=True)
-class Comparison:
-    """Recomputed against recorded log-probabilities over `tokens` tokens; differences in nats.
-    `false_clip_rate` is a share of the tokens."""
-
-    tokens: int
-    max_abs: float
-    p99_abs: float
-    mean_abs: float
-    false_clip_rate: float
-
-    def to_json(self) -> dict[str, Any]:
-        """Plain data."""
-        return {name: getattr(self, name) for name in self.__slots__}
-
-
-@dataclass(frozen=True, slots=True)
-class AuditReport:
-    """What an audit found. `by_*` split the recorded-state comparison; `against` is the other view's, with the number
-    of tokens whose most likely id changed (`top1_flips`). `lag` is the shift of the recorded arrays that fits best:
-    anything but 0 is an off-by-one in the log."""
-
-    model: str
-    probe: str
-    recorded: Comparison
-    lag: int
-    by_segment_kind: dict[str, Comparison]
-    by_policy_version: dict[str, Comparison]
-    skipped_tokens: int
-    against: Comparison | None
-    top1_flips: int | None
-
-    def to_json(self) -> dict[str, Any]:
-        """Plain data, `report_version` "1"."""
-        return {
-            "report_version": "1",
-            "model": self.model,
-            "probe": self.probe,
-            "clip_epsilon": CLIP_EPSILON,
-            "recorded": self.recorded.to_json(),
-            "lag": self.lag,
-            "by_segment_kind": {k: c.to_json() for k, c in self.by_segment_kind.items()},
-            "by_policy_version": {k: c.to_json() for k, c in self.by_policy_version.items()},
-            "skipped_tokens": self.skipped_tokens,
-            "against": None if self.against is None else {"view": PERSISTENT_HISTORY, **self.against.to_json()},
-            "top1_flips": self.top1_flips,
-        }
+READING_TOKENS = 256  # enough to tell; each costs a softmax for every temperature of the grid
+TEMPERATURES = tuple(t / 10 for t in range(1, 21))
+DIVIDED, KEPT_MASS = "log-probabilities divided by the temperature", "kept log-mass not to be added"
+IN_PLACE = "in an episode with rows generated in place, which have no flattened history"
+NO_LOGPROB, NO_TARGET = "a null log-probability", "an id beyond the tokenizer, or nothing before the token"
+Key = tuple[str, int]
 
 
 def audit(
@@ -95,6 +58,9 @@ def audit(
     *,
     against: str | None = None,
     model_id: str | None = None,
+    epsilon: float = CLIP_EPSILON,
+    limits: Limits | None = None,
+    worst: int = 10,
     layout: Layout = "tree",
     dtype: str = "float32",
     device: str = "cpu",
@@ -103,52 +69,85 @@ def audit(
 ) -> AuditReport:
     """Recompute every recorded log-probability with the model that sampled it; `on_pack(done)` follows each pack.
 
-    `model_id` says which rows those are, where the trace has several models.
+    `model_id` says which rows those are, where the trace has several models. `worst` tokens are named, `limits` end up
+    in the report's `failed`.
 
     Raises:
-        InputError: a trace that is not valid, another tokenizer, media, or `E-AUDIT-NO-LOGPROBS`.
-        UsageError: an unknown view, or several models and no `model_id`.
+        InputError: a trace that is not valid, another tokenizer, media, `E-NONFINITE` or `E-AUDIT-NO-LOGPROBS`.
+        UsageError: an unknown view, several models and no `model_id`, an epsilon or a number of tokens below 0.
     """
     if against not in (None, PERSISTENT_HISTORY):
         raise UsageError(f"unknown view '{against}'", hint=f"only {PERSISTENT_HISTORY}")
+    if not epsilon > 0 or worst < 0:
+        raise UsageError(f"epsilon {epsilon}, {worst} worst tokens", hint="above 0, and at least 0")
     require_valid(trace)
     reader = TraceReader(trace)
     model_id = _one_model(reader, model_id)
     if not isinstance(model, LoadedModel):
         model = load(model, dtype=dtype, device=device)
-    check_trace(reader.metadata, model)
+    _check_tokenizers(reader.metadata, model, model_id, against)
+    account = _Account(epsilon, Worst(worst))
     plan = functools.partial(plan_states, layout=model.layout(layout), max_tokens=max_tokens)
-    done, sampled = itertools.count(1), 0
-    collected: dict[str, list[_Tokens]] = {}
-    for view in (RECORDED, against) if against else (RECORDED,):
-        collected[view] = []
-        for group in _groups_under(view, reader.iter_episodes()):
-            by_key = {i.key: i for i in group if i.model_id == model_id}
-            for pack in plan([[state_of(i, vocabulary=model.head.size) for i in by_key.values()]]):
-                collected[view].extend(_recompute(pack, model, by_key))
-                if view == RECORDED:
-                    sampled += sum(len(s.target_ids) + s.left_out for s in pack.states)
-                on_pack(next(done))
-        collected[view].sort(key=lambda t: t.key)
-    usable = {view: [t.usable() for t in tokens] for view, tokens in collected.items()}
-    recorded = usable[RECORDED]
-    if not sum(len(t.recorded_M) for t in recorded):
+    run = functools.partial(_run, plan, model, itertools.count(1), on_pack)
+    for group in iter_groups(reader.iter_episodes()):
+        _add_group(account, group, run, model_id, against)
+    recorded = account.recorded.comparison()
+    if recorded is None:
         raise InputError(
-            f"{trace}: no token with a recorded log-probability that could be recomputed{_why_none(reader)}",
+            f"{trace}: no token with a recorded log-probability that could be recomputed{account.why_none()}",
             code="E-AUDIT-NO-LOGPROBS",
             hint="an audit compares recorded log-probabilities; `validate --profile policy` says what is missing",
         )
     return AuditReport(
         model=model.name,
+        model_id=model_id,
         probe=model.capability.reason,
-        recorded=_compare(recorded),
-        lag=_best_lag(recorded),
-        by_segment_kind=_by(recorded, "kind_M"),
-        by_policy_version=_by(recorded, "version_M"),
-        skipped_tokens=sampled - sum(len(t.recorded_M) for t in recorded),
-        against=_compare(usable[against]) if against else None,
-        top1_flips=_flips(collected[RECORDED], collected[against]) if against else None,
+        clip_epsilon=epsilon,
+        recorded=recorded,
+        tables={name: table.comparisons() for name, table in account.tables.items()},
+        lags=account.lags,
+        readings=account.readings,
+        worst=tuple(account.worst.tokens),
+        left_out=dict(+account.left_out),
+        other_models=dict(+account.other_models),
+        other_view=None if against is None else account.against(against),
+        limits=limits or Limits(),
+        histograms={RECORDED: account.recorded.counts_B, **({against: account.other.counts_B} if against else {})},
     )
+
+
+def _add_group(
+    account: _Account,
+    group: list[Invocation],
+    run: Callable[[list[Invocation], dict[str, Evidence] | None], Iterator[_Tokens]],
+    model_id: str,
+    against: str | None,
+) -> None:
+    """Count a group under its recorded states and, with a view, under that."""
+    rows, depths = account.choose(group, model_id), depths_of(group)
+    kept: dict[Key, _Tokens] = {}
+    for tokens in run(list(rows.values()), account.readings):
+        account.add_recorded(rows[tokens.key], tokens, depths)
+        if against is not None:
+            kept[tokens.key] = tokens
+    if against is not None:
+        for tokens in run(account.flattened(group, rows), None):
+            account.add_other(rows[tokens.key], tokens, kept.get(tokens.key), depths)
+
+
+def _run(
+    plan: Callable[[list[list[State]]], Iterator[Pack]],
+    model: LoadedModel,
+    done: Iterator[int],
+    on_pack: Callable[[int], None],
+    rows: list[Invocation],
+    readings: dict[str, Evidence] | None,
+) -> Iterator[_Tokens]:
+    """The comparable tokens of some rows, pack by pack."""
+    by_key = {i.key: i for i in rows}
+    for pack in plan([[state_of(i, vocabulary=model.head.size) for i in rows]]):
+        yield from _recompute(pack, model, by_key, readings)
+        on_pack(next(done))
 
 
 def _one_model(reader: TraceReader, model_id: str | None) -> str:
@@ -163,124 +162,187 @@ def _one_model(reader: TraceReader, model_id: str | None) -> str:
     return model_id
 
 
-def _why_none(reader: TraceReader) -> str:
-    reasons = (behaviour_of(i).reason for i in reader.iter_invocations())
-    first = next((r for r in reasons if r is not None), None)
-    return f" ({first})" if first else ""
+def _check_tokenizers(metadata: TraceMetadata, model: LoadedModel, model_id: str, against: str | None) -> None:
+    """Rows of other models are not run, and may have other tokenizers; but a flattened history holds their tokens."""
+    if against is None:
+        metadata = metadata.model_copy(update={"models": {model_id: metadata.models[model_id]}})
+    check_trace(metadata, model)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Tokens:
-    """The targets of one invocation: recorded and recomputed log-probabilities (NaN: cannot be compared)."""
+    """The tokens of one invocation that can be compared; log-probabilities in nats."""
 
-    key: tuple[str, int]
-    output_M: np.ndarray
-    recorded_M: np.ndarray
-    recomputed_M: np.ndarray
-    top1_M: np.ndarray
-    kind_M: np.ndarray
-    version_M: np.ndarray
-
-    def usable(self) -> _Tokens:
-        """Only the targets with both numbers."""
-        keep = ~np.isnan(self.recorded_M)
-        return _Tokens(self.key, *(getattr(self, n)[keep] for n in self.__slots__[1:]))
+    key: Key
+    output_M: IDS  # index into its output
+    recorded_M: FLOATS
+    recomputed_M: FLOATS
+    top1_M: IDS  # most likely id
 
 
-def _groups_under(view: str, episodes: Iterable[Episode]) -> Iterator[list[Invocation]]:
-    if view == RECORDED:
-        yield from iter_groups(episodes)
-        return
-    for episode in episodes:
-        prompts = persistent_history(episode)
-        yield [under_prompt(i, p) for i, p in zip(episode, prompts, strict=True)]
+@dataclass(slots=True, eq=False)
+class _Account:
+    """All that is counted while the groups of a trace pass by."""
+
+    epsilon: float
+    worst: Worst
+    recorded: Tally = field(default_factory=Tally)
+    other: Tally = field(default_factory=Tally)
+    difference: Tally = field(default_factory=Tally)
+    tables: dict[str, Table] = field(default_factory=lambda: {name: Table() for name in TABLES})
+    other_tables: dict[str, Table] = field(default_factory=lambda: {name: Table() for name in AGAINST_TABLES})
+    lags: dict[int, Evidence] = field(default_factory=lambda: {-1: Evidence(), 1: Evidence()})
+    readings: dict[str, Evidence] = field(default_factory=dict)
+    left_out: Counter[str] = field(default_factory=Counter)
+    other_models: Counter[str] = field(default_factory=Counter)
+    view_left_out: Counter[str] = field(default_factory=Counter)
+    flips: int = 0
+
+    def choose(self, group: list[Invocation], model_id: str) -> dict[Key, Invocation]:
+        """The rows that can be compared; the sampled tokens of the rest are counted with the reason."""
+        rows = {}
+        for row in group:
+            sampled = int(row.sampled().sum())
+            if row.model_id != model_id:
+                self.other_models[row.model_id] += sampled
+            elif (behaviour := behaviour_of(row)).reason is not None:
+                self.left_out[behaviour.reason] += sampled
+            else:
+                rows[row.key] = row
+                nulls = int((row.sampled() & np.isnan(behaviour.logprobs)).sum())
+                self.left_out[NO_LOGPROB] += nulls
+                self.left_out[NO_TARGET] += sampled - nulls  # less those that are compared
+        return rows
+
+    def why_none(self) -> str:
+        """The commonest reason, in brackets."""
+        reasons = (+self.left_out).most_common(1)
+        return f" ({reasons[0][0]})" if reasons else ""
+
+    def add_recorded(self, row: Invocation, tokens: _Tokens, depths: dict[Key, str]) -> None:
+        """Count an invocation under its recorded state."""
+        self.left_out[NO_TARGET] -= len(tokens.output_M)
+        self._count(self.recorded, self.tables, row, tokens, depths)
+        self.worst.add(
+            row.key, tokens.output_M, row.output_ids[tokens.output_M], tokens.recorded_M, tokens.recomputed_M
+        )
+        self._add_lags(len(row.output_ids), tokens)
+
+    def _count(
+        self, tally: Tally, tables: dict[str, Table], row: Invocation, tokens: _Tokens, depths: dict[Key, str]
+    ) -> None:
+        found = Differences.of(tokens.recomputed_M - tokens.recorded_M, self.epsilon)
+        tally.add(found)
+        for name, label, part in parts_of(labels_of(row, depths, tokens.output_M, tables)):
+            tables[name].add(label, found if part is None else found[part])
+
+    def _add_lags(self, length: int, tokens: _Tokens) -> None:
+        """By the places of the tokens in the output: the neighbour of a token that was left out is not the next one."""
+        recorded_N, recomputed_N = np.full(length, np.nan), np.full(length, np.nan)
+        recorded_N[tokens.output_M], recomputed_N[tokens.output_M] = tokens.recorded_M, tokens.recomputed_M
+        same_N = recomputed_N - recorded_N
+        self.lags[1].add(recomputed_N[:-1] - recorded_N[1:], same_N[:-1])
+        self.lags[-1].add(recomputed_N[1:] - recorded_N[:-1], same_N[1:])
+
+    def flattened(self, group: list[Invocation], rows: dict[Key, Invocation]) -> list[Invocation]:
+        """The chosen rows under the flattened history of their episodes."""
+        found = []
+        for episode in group_episodes(group):
+            mine = [i for i in episode if i.key in rows]
+            if any(i.output_slots is not None for i in episode):
+                self.view_left_out[IN_PLACE] += sum(int(i.sampled().sum()) for i in mine)
+                continue
+            prompts = persistent_history(episode)
+            found += [under_prompt(i, p) for i, p in zip(episode, prompts, strict=True) if i.key in rows]
+        return found
+
+    def add_other(self, row: Invocation, tokens: _Tokens, mine: _Tokens | None, depths: dict[Key, str]) -> None:
+        """Count an invocation under the other view, and against the recorded state (`mine`)."""
+        self._count(self.other, self.other_tables, row, tokens, depths)
+        if mine is not None:
+            _, here, there = np.intersect1d(tokens.output_M, mine.output_M, return_indices=True)
+            delta_M = tokens.recomputed_M[here] - mine.recomputed_M[there]
+            self.difference.add(Differences.of(delta_M, self.epsilon))
+            self.flips += int((tokens.top1_M[here] != mine.top1_M[there]).sum())
+
+    def against(self, view: str) -> Against:
+        """What was counted under the other view."""
+        compared, difference = self.other.comparison(), self.difference.comparison()
+        return Against(
+            view=view,
+            compared=compared,
+            difference=difference,
+            top1_flips=None if difference is None else self.flips,
+            tables={name: table.comparisons() for name, table in self.other_tables.items()},
+            left_out=dict(self.view_left_out),
+        )
 
 
 @torch.no_grad()
-def _recompute(pack: Pack, model: LoadedModel, by_key: dict[tuple[str, int], Invocation]) -> Iterator[_Tokens]:
-    """The tokens of a pack's invocations, each at the temperature that its recorded numbers include."""
+def _recompute(
+    pack: Pack, model: LoadedModel, by_key: dict[Key, Invocation], readings: dict[str, Evidence] | None
+) -> Iterator[_Tokens]:
+    """The comparable tokens of a pack's invocations, each at the temperature that its recorded numbers include.
+
+    With `readings`, its first `READING_TOKENS` tokens are read in other ways as well.
+    """
     hidden_RD = model.states(pack)
     rows_M, ids_M = (torch.from_numpy(a.astype(np.int64)) for a in (pack.target_row_M, pack.target_ids_M))
     for number, state in enumerate(pack.states):
-        invocation = by_key[state.episode_id, state.invocation_index]
-        behaviour = behaviour_of(invocation)
+        row = by_key[state.episode_id, state.invocation_index]
+        behaviour = behaviour_of(row)
         mine = np.flatnonzero(pack.target_state_M == number)
-        logprobs, top1 = np.empty(len(mine)), np.empty(len(mine), np.int64)
+        mine = mine[~np.isnan(behaviour.logprobs[pack.target_output_M[mine]])]
+        output = pack.target_output_M[mine]
+        recorded = behaviour.logprobs[output]
+        logprobs, top1 = np.empty(len(mine)), np.empty(len(mine), np.int32)
         for start, stop in iter_chunks(len(mine), model.head.size):
             part = mine[start:stop]
             logits = model.head.logits(hidden_RD[rows_M[part].to(hidden_RD.device)])
-            chosen = (logits / behaviour.temperature).log_softmax(-1).gather(1, ids_M[part].to(logits.device)[:, None])
-            logprobs[start:stop] = chosen[:, 0].double().cpu().numpy()
+            ids = ids_M[part].to(logits.device)[:, None]
+            logprobs[start:stop] = _chosen(logits, ids, behaviour.temperature)
             top1[start:stop] = logits.argmax(-1).cpu().numpy()
-        output_index = pack.target_output_M[mine]
-        kinds, versions = _labels(invocation, output_index)
-        yield _Tokens(invocation.key, output_index, behaviour.logprobs[output_index], logprobs, top1, kinds, versions)
+            if readings is not None:
+                _read_otherwise(readings, row, behaviour, output[start:stop], logits, ids, logprobs[start:stop])
+        if not np.isfinite(logprobs).all():
+            raise InputError(
+                f"{row.name}: a recomputed log-probability is not finite", code="E-NONFINITE", hint="try another dtype"
+            )
+        yield _Tokens(row.key, output, recorded, logprobs, top1)
 
 
-def _labels(invocation: Invocation, output_index: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """(segment kind, policy version) of each target, as text; `none` where nothing is recorded."""
-    kinds = np.full(len(invocation), "none", dtype=object)
-    for segment in invocation.segments or ():
-        kinds[segment.start : segment.stop] = segment.kind
-    slots = invocation.output_slots
-    sequence_index = len(invocation.prompt_ids) + output_index if slots is None else slots[output_index]
-    if invocation.output_policy_versions is not None:
-        return kinds[sequence_index], invocation.output_policy_versions[output_index].astype(str).astype(object)
-    version = "none" if invocation.policy_version is None else str(invocation.policy_version)
-    return kinds[sequence_index], np.full(len(output_index), version, dtype=object)
+def _chosen(logits_MV: Tensor, ids_M1: Tensor, temperature: float) -> FLOATS:
+    """[M] log softmax(z / T)[id], nats."""
+    chosen = (logits_MV / temperature).log_softmax(-1).gather(1, ids_M1)[:, 0]
+    found: FLOATS = chosen.double().cpu().numpy()
+    return found
 
 
-def _compare(tokens: list[_Tokens]) -> Comparison:
-    recorded = np.concatenate([t.recorded_M for t in tokens])
-    recomputed = np.concatenate([t.recomputed_M for t in tokens])
-    delta = np.abs(recomputed - recorded)
-    ratio = np.exp(np.clip(recomputed - recorded, -50, 50))
-    return Comparison(
-        tokens=len(delta),
-        max_abs=float(delta.max()),
-        p99_abs=float(np.quantile(delta, 0.99)),
-        mean_abs=float(delta.mean()),
-        false_clip_rate=float(np.mean(np.abs(ratio - 1) > CLIP_EPSILON)),
-    )
-
-
-def _best_lag(tokens: list[_Tokens]) -> int:
-    """The lag in {-1, 0, 1} with the least mean |recomputed[i] - recorded[i + lag]|; other than 0 it must halve it."""
-    means = {}
-    for lag in LAGS:
-        pairs = [_shifted(t, lag) for t in tokens]
-        total = sum(len(a) for a, _ in pairs)
-        means[lag] = sum(float(np.abs(a - b).sum()) for a, b in pairs) / total if total else np.inf
-    best = min(LAGS, key=lambda lag: means[lag])
-    return best if means[best] < means[0] / 2 else 0
-
-
-def _shifted(tokens: _Tokens, lag: int) -> tuple[np.ndarray, np.ndarray]:
-    recomputed, recorded = tokens.recomputed_M, tokens.recorded_M
-    if lag > 0:
-        return recomputed[:-lag], recorded[lag:]
-    return (recomputed[-lag:], recorded[:lag]) if lag < 0 else (recomputed, recorded)
-
-
-def _by(tokens: list[_Tokens], name: str) -> dict[str, Comparison]:
-    """One comparison for each value of a per-token label."""
-    parts: dict[str, list[_Tokens]] = defaultdict(list)
-    for t in tokens:
-        labels = getattr(t, name)
-        for label in dict.fromkeys(labels):
-            keep = np.array([other == label for other in labels])  # numpy would strip a trailing NUL
-            parts[str(label)].append(_Tokens(t.key, *(getattr(t, n)[keep] for n in t.__slots__[1:])))
-    return {label: _compare(parts[label]) for label in sorted(parts)}
-
-
-def _flips(recorded: list[_Tokens], other: list[_Tokens]) -> int:
-    """Tokens whose most likely id differs between two views."""
-    there = {t.key: t for t in other}
-    flips = 0
-    for mine in recorded:
-        theirs = there.get(mine.key)
-        if theirs is None:  # nothing precedes its first token in the other view
-            continue
-        _, a, b = np.intersect1d(mine.output_M, theirs.output_M, return_indices=True)
-        flips += int((mine.top1_M[a] != theirs.top1_M[b]).sum())
-    return flips
+def _read_otherwise(
+    readings: dict[str, Evidence],
+    row: Invocation,
+    behaviour: Behaviour,
+    output_M: IDS,
+    logits_MV: Tensor,
+    ids_M1: Tensor,
+    recomputed_M: FLOATS,
+) -> None:
+    """What the recorded numbers would be if they meant something else: another temperature (of a grid), a plain
+    log-probability divided by the temperature, or a number that the kept mass is no part of."""
+    done = max((e.pairs for e in readings.values()), default=0)
+    take = slice(0, READING_TOKENS - done)
+    if done >= READING_TOKENS or not len(output_M):
+        return
+    logits_MV, ids_M1, output_M, recomputed_M = logits_MV[take], ids_M1[take], output_M[take], recomputed_M[take]
+    recorded_M = behaviour.logprobs[output_M]
+    found = {f"temperature {t:g}": _chosen(logits_MV, ids_M1, t) - recorded_M for t in TEMPERATURES}
+    stated = row.sampling.temperature if row.sampling is not None else None
+    if stated:
+        found[DIVIDED] = _chosen(logits_MV, ids_M1, 1.0) / stated - recorded_M
+        # the temperature that was set is no point of the grid, perhaps
+        found.setdefault(f"temperature {stated:g}", _chosen(logits_MV, ids_M1, stated) - recorded_M)
+    if row.logprob_kind == "processed" and row.output_kept_logmass is not None:
+        kept_M = np.ma.filled(row.output_kept_logmass.astype(np.float64), np.nan)[output_M]
+        found[KEPT_MASS] = recomputed_M - (recorded_M - kept_M)
+    for name, delta_M in found.items():
+        readings.setdefault(name, Evidence()).add(delta_M, recomputed_M - recorded_M)

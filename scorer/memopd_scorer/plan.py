@@ -103,7 +103,9 @@ class Pack:
     def update_digest(self, h: hashlib._Hash) -> None:
         """Add everything that determines this pack's scores to a hash. A state's digest stands for its ids, positions
         and visibility, so a token that is run is not hashed again."""
-        names = [f"{s.episode_id}\0{s.invocation_index}\0".encode() + s.digest for s in self.states]
+        names = [
+            f"{s.episode_id}\0{s.invocation_index}\0".encode() + s.digest + (s.view_digest or b"") for s in self.states
+        ]
         arrays = (self.shared_S, self.target_state_M, self.target_output_M)
         h.update(b"".join([*names, *(a.astype("<i4", copy=False).tobytes() for a in arrays)]))
 

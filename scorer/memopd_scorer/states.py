@@ -28,7 +28,9 @@ class State:
 
     `row_of_target` is the path index of the row that predicts each target: i-1 for the output token at sequence
     index i, its own slot for in-place generation. `realm` keeps apart what must never share a prefix; `routes` are
-    recorded expert ids, one row a token but the last. `left_out` counts sampled tokens that are no target.
+    recorded expert ids, one row a token but the last. `left_out` counts sampled tokens that are no target. `digest` is
+    that of the trace row; under another view than `recorded`, `view_digest` is that of the ids, positions and
+    visibility here.
     """
 
     episode_id: str
@@ -44,6 +46,7 @@ class State:
     realm: bytes = b""
     routes: NDArray[np.int16] | None = None  # [n-1, layers * k]
     left_out: int = 0
+    view_digest: bytes | None = None
 
     def __len__(self) -> int:
         return len(self.ids)

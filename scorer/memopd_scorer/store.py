@@ -27,7 +27,7 @@ from memopd_scorer.signals import Head, Signals
 from memopd_trace.disk import atomic_file
 from memopd_trace.errors import InputError, UsageError
 from memopd_trace.metadata import ScoresMetadata
-from memopd_trace.schema import SCORES_COLUMNS
+from memopd_trace.schema import RECORDED, SCORES_COLUMNS
 from memopd_trace.scorefolder import HEAD, RUN, SHARD_NAME, read_run, shard_fault
 from memopd_trace.storage import MANIFEST
 
@@ -187,6 +187,8 @@ def _batch(pack: Pack, signals: Signals, metadata: ScoresMetadata) -> pa.RecordB
         "logsumexp": _lists(offsets, pa.array(signals.logsumexp_M)),
         "entropy": _lists(offsets, pa.array(signals.entropy_M)),
     }
+    if metadata.view != RECORDED:
+        columns["view_digest"] = pa.array([s.view_digest for s in pack.states], pa.binary(32))
     if signals.topk_ids_MK is not None:
         assert signals.topk_logprobs_MK is not None
         columns["topk_ids"] = _lists(offsets, _inner(signals.topk_ids_MK))

@@ -1,11 +1,6 @@
-"""Load a causal LM to score, audit or train with, and find out what it can do before anything is scored.
+"""Load a causal LM to score, audit or train with, and probe what it can do before anything is scored.
 
-The probe runs three short forked random sequences through the packed backend and, alone, through the model's own
-attention. A model that differs beyond rounding (recurrent or convolutional state, position tricks, capacity
-across samples) is scored one invocation at a time, which is always right, and the reason is said. A head that
-is not the linear layer it seems to be is refused.
-
-Shape legend: R prediction rows, M targets, D model width, V vocabulary.
+Shape legend: R prediction rows, D model width.
 """
 
 from __future__ import annotations
@@ -16,16 +11,16 @@ from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stderr
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
-from memopd_scorer.attention import Backend, states_at_rows
-from memopd_scorer.plan import Layout, Pack, plan_states
+from memopd_scorer.attention import Backend, Choice, choose, states_at_rows
+from memopd_scorer.plan import Layout, Pack
+from memopd_scorer.probing import Capability, probe
 from memopd_scorer.signals import Head, head_of
 from memopd_scorer.states import State
 from memopd_trace.errors import InputError, UsageError, first_line
@@ -38,23 +33,6 @@ DTYPES = {
     "float16": torch.float16,
     "float64": torch.float64,
 }
-# Largest |difference| of states, relative to the largest |state|, that rounding explains.
-PROBE_TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-4, torch.bfloat16: 3e-2, torch.float16: 3e-3}
-_PROBE_WINDOW = 8
-_PACKABLE_LAYERS = {"full_attention", "sliding_attention"}
-
-
-@dataclass(frozen=True, slots=True)
-class Capability:
-    """What the probe found: the best layout the model is exact in, and why not `tree`.
-
-    `error` and `tolerance` are relative to the largest state; `error` is `None` when nothing could be run.
-    """
-
-    layout: Literal["tree", "single"]
-    reason: str
-    error: float | None
-    tolerance: float
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -65,8 +43,18 @@ class LoadedModel:
     model: PreTrainedModel
     head: Head
     tokenizer: Tokenizer
-    backend: Backend
+    attention: Choice
     capability: Capability
+
+    @property
+    def backend(self) -> Backend:
+        """The attention backend of packs without recorded visibility."""
+        return self.attention.backend if self.capability.layout == "tree" else "native"
+
+    def describe_attention(self) -> str:
+        """The backend, and why it."""
+        reason = self.attention.reason if self.capability.layout == "tree" else "one invocation at a time"
+        return f"{self.backend} ({reason})"
 
     def states(self, pack: Pack) -> Tensor:
         """hidden_RD at a pack's prediction rows, in the model's dtype; differentiable.
@@ -79,7 +67,8 @@ class LoadedModel:
             raise UsageError(f"{self.name}: the model is in training mode", hint="call model.eval() first")
         self._check_reach(pack)
         if self.capability.layout == "tree":
-            return states_at_rows(self.model, pack, backend=self.backend)
+            is_causal = all(s.causal for s in pack.spans)
+            return states_at_rows(self.model, pack, backend=self.attention.for_pack(is_causal))
         if not pack.is_plain:
             raise InputError(
                 f"{self.name} cannot run recorded positions or visibility: {self.capability.reason}",
@@ -121,7 +110,7 @@ def load(
     *,
     dtype: str = "float32",
     device: str = "cpu",
-    backend: Literal["auto", "sdpa", "eager"] = "auto",
+    backend: str = "auto",
 ) -> LoadedModel:
     """Load, probe and describe a model (a local folder, a `.gguf` file or a hub name).
 
@@ -129,13 +118,15 @@ def load(
         InputError: `E-MODEL-LOAD`, `E-MODEL-UNSUPPORTED` or `E-TOKENIZER-MISMATCH`.
         UsageError: an unknown dtype, backend or device.
     """
-    if backend not in ("auto", "sdpa", "eager"):
-        raise UsageError(f"unknown attention backend '{backend}'", hint="one of auto, sdpa, eager")
     model = load_model(path, dtype=dtype, device=device)
+    choices = choose(backend, model.device, model.dtype)
     tokenizer = load_tokenizer(path, vocab_size=model.get_input_embeddings().weight.shape[0])
     head = head_of(model, tokenizer.size)
-    chosen: Literal["sdpa", "eager"] = "sdpa" if backend == "auto" else backend
-    return LoadedModel(Path(path).name, model, head, tokenizer, chosen, probe(model, head, backend=chosen))
+    for choice in choices:
+        capability = probe(model, head, backend=choice.backend)
+        if capability.layout == "tree":
+            break
+    return LoadedModel(Path(path).name, model, head, tokenizer, choice, capability)
 
 
 def check_trace(metadata: TraceMetadata, model: LoadedModel) -> None:
@@ -209,116 +200,6 @@ def load_tokenizer(path: str | os.PathLike[str], *, vocab_size: int) -> Tokenize
         where, extra = _location(path)
         tokenizer = AutoTokenizer.from_pretrained(where, trust_remote_code=False, **extra)
     return tokenizer_metadata(tokenizer, vocab_size=vocab_size)
-
-
-@torch.no_grad()
-def probe(model: PreTrainedModel, head: Head, *, backend: Literal["sdpa", "eager"] = "sdpa") -> Capability:
-    """Compare forked random sequences packed and alone, and the head with the model's own logits.
-
-    Sliding windows are shrunk while it runs, so that short sequences cross them.
-
-    Raises:
-        InputError: `E-MODEL-UNSUPPORTED` when the head does not give the model's logits.
-    """
-    dtype = next(model.parameters()).dtype
-    tolerance = PROBE_TOLERANCE[dtype]
-    reach = getattr(model.config.get_text_config(), "max_position_embeddings", None) or 48
-    unit = min(12, reach // 4)
-    if unit < 3:
-        return Capability("single", f"its {reach} positions are too few to be probed", None, tolerance)
-    with _small_windows(model):
-        states = _probe_states(head.size, unit)
-        alone = [states_at_rows(model, p, backend="native") for p in plan_states([states], layout="single")]
-        _check_head(model, head, states[0], alone[0], tolerance)
-        reason = _static_reason(model)
-        if reason is not None:
-            return Capability("single", reason, None, tolerance)
-        (pack,) = plan_states([states])
-        (other,) = plan_states([_with_other_sibling(states, head.size, unit)])
-        try:
-            packed = states_at_rows(model, pack, backend=backend)
-            changed = states_at_rows(model, other, backend=backend)
-        except (InputError, TypeError, RuntimeError, ValueError) as fault:
-            return Capability("single", first_line(fault), None, tolerance)
-    scale = max(float(a.abs().max()) for a in alone)
-    order = {s.invocation_index: i for i, s in enumerate(states)}
-    error = max(
-        float((packed[_targets(pack, s)] - alone[order[state.invocation_index]]).abs().max()) / scale
-        for s, state in enumerate(pack.states)
-    )
-    untouched = next(s for s, state in enumerate(pack.states) if state.invocation_index == 1)
-    leak = float((packed[_targets(pack, untouched)] - changed[_targets(other, untouched)]).abs().max()) / scale
-    if not error <= tolerance:  # NaN is not within any tolerance
-        return Capability("single", f"packed and alone differ by {error:.1e} (relative)", error, tolerance)
-    if not leak <= 8 * torch.finfo(dtype).eps:
-        return Capability("single", f"a branch changes by {leak:.1e} with its sibling", error, tolerance)
-    return Capability("tree", "packed equals alone", error, tolerance)
-
-
-def _targets(pack: Pack, state: int) -> Tensor:
-    """Rows (indices into rows_R) of one state's targets."""
-    return torch.from_numpy(pack.target_row_M[pack.target_state_M == state].astype(np.int64))
-
-
-def _probe_states(size: int, unit: int) -> list[State]:
-    """A fork (0 and 1 share a prefix of two units) and a continuation (2 extends 0), all after the first a target."""
-    rng = np.random.default_rng(0)
-    prefix, first, second, more = (rng.integers(0, size, n * unit) for n in (2, 1, 1, 1))
-    second[0] = (first[0] + 1) % size  # the fork is at the end of the prefix, whatever was drawn
-    sequences = [np.r_[prefix, first], np.r_[prefix, second], np.r_[prefix, first, more]]
-    return [_probe_state(ids.astype(np.int32), i) for i, ids in enumerate(sequences)]
-
-
-def _with_other_sibling(states: list[State], size: int, unit: int) -> list[State]:
-    """The same with other tokens in the branch of 0 and 2, behind its first."""
-    ids = [s.ids.copy() for s in states]
-    for changed in (0, 2):
-        ids[changed][2 * unit + 1 :] = (ids[changed][2 * unit + 1 :] + 1) % size
-    return [_probe_state(i, n) for n, i in enumerate(ids)]
-
-
-def _probe_state(ids: np.ndarray, index: int) -> State:
-    rows = np.arange(len(ids) - 1, dtype=np.int32)
-    return State("probe", index, b"", ids, None, None, None, rows, rows, ids[1:])
-
-
-def _check_head(model: PreTrainedModel, head: Head, state: State, hidden: Tensor, tolerance: float) -> None:
-    device = model.get_input_embeddings().weight.device
-    ids = torch.from_numpy(state.ids.astype(np.int64)).to(device)[None]
-    theirs = model(ids, use_cache=False).logits[0, :-1, : head.size].to(torch.float64)
-    ours = head.logits(hidden).to(torch.float64)
-    error = float((theirs - ours).abs().max() / theirs.abs().max())
-    if not error <= tolerance:
-        raise InputError(
-            f"{type(model).__name__}: its logits are not its output head on its last state "
-            f"(relative difference {error:.1e}, tolerance {tolerance:.0e})",
-            code="E-MODEL-UNSUPPORTED",
-        )
-
-
-def _static_reason(model: PreTrainedModel) -> str | None:
-    """Layers that a short probe could miss."""
-    config = model.config.get_text_config()
-    kinds = set(getattr(config, "layer_types", None) or ()) - _PACKABLE_LAYERS
-    if kinds:
-        return f"layers of type {', '.join(sorted(kinds))} carry state that a tree cannot fork"
-    if getattr(config, "attention_chunk_size", None):
-        return f"chunked attention (chunks of {config.attention_chunk_size} tokens)"
-    return None
-
-
-@contextmanager
-def _small_windows(model: PreTrainedModel) -> Iterator[None]:
-    """Shrink every sliding window to a few tokens, and put it back."""
-    owners: list[Any] = [model.config, model.config.get_text_config(), *model.modules()]
-    saved = [(o, o.sliding_window) for o in owners if isinstance(getattr(o, "sliding_window", None), int)]
-    try:
-        for owner, window in saved:
-            owner.sliding_window = min(window, _PROBE_WINDOW)
-        yield
-    finally:
-        for owner, window in reversed(saved):
-            owner.sliding_window = window
 
 
 def _location(path: str | os.PathLike[str]) -> tuple[str, dict[str, str]]:

@@ -11,7 +11,9 @@ import numpy as np
 import pytest
 from helpers_scorer import memory_episode, save_model, tiny_model, write_trace
 
+from memopd_scorer.attention import REQUESTS
 from memopd_trace.cli import run
+from memopd_trace.cli.teacher import AttentionName
 
 
 @pytest.fixture(scope="module")
@@ -46,13 +48,32 @@ def test_score_then_score_again(toy: tuple[Path, Path], tmp_path: Path, capsys: 
     assert "E-SCORES-OTHER-RUN" in captured.err and captured.err.count("\n") == 1
 
 
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+@pytest.mark.parametrize(
+    ("attention", "said"), [("auto", "sdpa (auto: the device is 'cpu'"), ("flex", "flex (asked for)")]
+)
+def test_score_says_which_attention_it_used_and_why(
+    attention: str, said: str, toy: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = ["score", str(toy[1]), "--teacher", str(toy[0]), "-o", str(tmp_path / "s"), "--attention", attention]
+    assert run([*command, "--signal", "sampled", "--format", "json"]) == 0
+    assert json.loads(capsys.readouterr().out)["attention"].startswith(said)
+
+
+def test_the_command_line_offers_every_attention_backend(capsys: pytest.CaptureFixture[str]) -> None:
+    assert [name.value for name in AttentionName] == list(REQUESTS)
+    assert run(["score", "--help"]) == 0
+    printed = capsys.readouterr().out
+    assert all(f"{name}:" in printed for name in REQUESTS), "each is explained"
+
+
 def test_audit_gives_a_report_and_fails_over_its_limit(
     toy: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     command = ["audit", str(toy[1]), "--model", str(toy[0]), "--against", "persistent-history"]
     assert run([*command, "--max-abs", "1e-3", "--format", "json"]) == 0
     report = json.loads(capsys.readouterr().out)
-    assert report["report_version"] == "1"
+    assert report["audit_version"] == "1"
     assert report["recorded"]["max_abs"] <= 1e-3 < report["against"]["max_abs"]
     other = save_model(tiny_model("llama", seed=6), tmp_path / "other")
     assert run(["audit", str(toy[1]), "--model", str(other), "--max-abs", "1e-3"]) == 1
@@ -69,6 +90,12 @@ def test_audit_gives_a_report_and_fails_over_its_limit(
         (["score", "{trace}", "--teacher", "{empty}", "-o", "{empty}/s"], 3, "E-MODEL-LOAD"),
         (["score", "{trace}", "--teacher", "{model}", "-o", "{empty}/s", "--signal", "x"], 2, "unknown signal 'x'"),
         (["score", "{trace}", "--teacher", "{model}", "-o", "{empty}/s", "--dtype", "int8"], 2, "int8"),
+        (
+            ["score", "{trace}", "--teacher", "{model}", "-o", "{empty}/s", "--attention", "flash"],
+            2,
+            "'flash' cannot run",
+        ),
+        (["score", "{trace}", "--teacher", "{model}", "-o", "{empty}/s", "--attention", "fast"], 2, "fast"),
         (["score", "{trace}", "--teacher", "{model}", "-o", "{trace}"], 2, "is a file"),
         (["score", "{text}", "--teacher", "{model}", "-o", "{empty}/s"], 3, "E-UNREADABLE"),
         (["audit", "{trace}", "--model", "{model}", "--against", "memory"], 2, "memory"),

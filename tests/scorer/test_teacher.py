@@ -8,10 +8,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from helpers_scorer import PACKABLE, SIZE, growing_episode, memory_episode, save_model, tiny_model
+from helpers_scorer import PACKABLE, PADDED, SIZE, growing_episode, memory_episode, save_model, tiny_model
 from safetensors.torch import load_file, save_file
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import BertConfig, BertLMHeadModel, PreTrainedModel
 
 from memopd_scorer.attention import UnsupportedAttentionError, states_at_rows
 from memopd_scorer.plan import plan
@@ -64,19 +64,17 @@ def test_a_window_wider_than_the_probe_is_still_tested(monkeypatch: pytest.Monke
     for module in [model.config, *model.modules()]:
         if getattr(module, "sliding_window", None):
             module.sliding_window = 400  # longer than any probe sequence
-    monkeypatch.setattr("memopd_scorer.attention._checked", _without_window())
+    monkeypatch.setattr("memopd_scorer.attention.spans.read_call", _without_window())
     assert probe(model, head_of(model, SIZE)).layout == "single"
     assert model.config.sliding_window == 400, "the probe must put windows back"
 
 
 def _without_window() -> object:
-    from memopd_scorer import attention
+    from memopd_scorer.attention.visibility import read_call
 
-    original = attention._checked
-
-    def broken(module, query, attention_mask, options):  # type: ignore[no-untyped-def]
+    def broken(module, query, key, attention_mask, options):  # type: ignore[no-untyped-def]
         options.pop("sliding_window", None)
-        return original(module, query, attention_mask, options)
+        return read_call(module, query, key, attention_mask, options)
 
     return broken
 
@@ -85,6 +83,41 @@ def test_chunked_and_linear_layers_are_not_packed_on_the_probes_word() -> None:
     model = tiny_model("llama")
     model.config.layer_types = ["full_attention", "linear_attention", "full_attention"]
     assert "linear_attention" in probe(model, head_of(model, SIZE)).reason
+
+
+def test_a_model_that_sees_the_tokens_after_a_token_is_refused() -> None:
+    config = BertConfig(vocab_size=PADDED, hidden_size=32, num_hidden_layers=2, num_attention_heads=4)
+    torch.manual_seed(0)
+    model = BertLMHeadModel(config).eval()
+    with pytest.raises(InputError, match="is not causal: a token's state changes by .* with the tokens after it"):
+        probe(model, head_of(model, SIZE))
+
+
+def test_a_model_that_does_not_repeat_itself_is_refused() -> None:
+    model = tiny_model("llama")
+    model.model.layers[1].register_forward_hook(lambda module, given, out: out + 0.1 * torch.randn_like(out))
+    with pytest.raises(InputError, match="does not repeat itself: two runs of the same tokens differ"):
+        probe(model, head_of(model, SIZE))
+
+
+@pytest.mark.parametrize("kind", ["dynamic", "longrope"])
+def test_rotary_embeddings_that_know_the_longest_sequence_are_not_packed(kind: str) -> None:
+    model = tiny_model("llama")
+    model.config.rope_parameters = {"full_attention": {"rope_type": kind}, "sliding_attention": None}
+    capability = probe(model, head_of(model, SIZE))
+    assert capability.layout == "single" and f"rotary embeddings of type {kind}" in capability.reason
+
+
+def test_no_logits_are_made_on_the_way_to_the_states() -> None:
+    model = tiny_model("llama")
+    (pack,) = plan([memory_episode(np.random.default_rng(0), "e")])
+    ran: list[str] = []
+    model.lm_head.register_forward_hook(lambda module, given, out: ran.append("head"))
+    model.model.norm.register_forward_hook(lambda module, given, out: ran.append("body"))
+    assert states_at_rows(model, pack).shape == (len(pack.rows_R), 32)
+    assert ran == ["body"]
+    model(torch.tensor([[5, 6]]))
+    assert ran == ["body", "body", "head"], "the model itself runs its head as before"
 
 
 def test_a_head_that_is_not_the_models_is_refused() -> None:
@@ -111,17 +144,18 @@ def test_a_softcapped_head_is_honoured() -> None:
     ],
 )
 def test_what_the_backends_do_not_compute_is_refused_by_name(options: dict[str, object], named: str) -> None:
-    from memopd_scorer.attention import Visibility, _sdpa_attention
+    from memopd_scorer.attention import Visibility
+    from memopd_scorer.attention.spans import attend
 
     (pack,) = plan([memory_episode(np.random.default_rng(0), "e")])
     q = torch.zeros(1, 2, len(pack), 4)
     visibility = Visibility.of(pack, torch.device("cpu"))
     with pytest.raises(UnsupportedAttentionError, match=named):
-        _sdpa_attention(nn.Identity(), q, q, q, None, memopd_visibility=visibility, **options)
+        attend(nn.Identity(), q, q, q, None, memopd_visibility=visibility, **options)
     with pytest.raises(UnsupportedAttentionError, match="mask of the model's own"):
-        _sdpa_attention(nn.Identity(), q, q, q, torch.zeros(1), memopd_visibility=visibility)
+        attend(nn.Identity(), q, q, q, torch.zeros(1), memopd_visibility=visibility)
     with pytest.raises(UnsupportedAttentionError, match="drops unknown keyword arguments"):
-        _sdpa_attention(nn.Identity(), q, q, q, None)
+        attend(nn.Identity(), q, q, q, None)
 
 
 def test_recorded_visibility_needs_a_model_that_can_honour_it(tmp_path: Path) -> None:
@@ -150,6 +184,9 @@ def test_the_models_own_attention_is_put_back() -> None:
     (pack,) = plan([memory_episode(np.random.default_rng(0), "e")])
     states_at_rows(model, pack)
     assert model.config._attn_implementation == before
+    for module in model.modules():
+        if isinstance(module, PreTrainedModel):
+            assert module.config._attn_implementation == before
 
 
 @pytest.mark.parametrize("missing", ["nowhere", "./nowhere", "/nowhere/at/all"])
@@ -172,7 +209,7 @@ def test_pickled_weights_are_not_loaded(tmp_path: Path) -> None:
 
 def test_bad_names_are_usage_errors(tmp_path: Path) -> None:
     folder = save_model(tiny_model("llama"), tmp_path / "llama")
-    for arguments in ({"dtype": "float8"}, {"backend": "flash"}, {"device": "tpu:9"}):
+    for arguments in ({"dtype": "float8"}, {"backend": "fast"}, {"backend": "flash"}, {"device": "tpu:9"}):
         with pytest.raises(UsageError):
             load(folder, **arguments)  # type: ignore[arg-type]
 

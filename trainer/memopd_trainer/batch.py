@@ -29,10 +29,11 @@ from memopd_scorer.plan import Layout, Pack, plan_states
 from memopd_scorer.scores import ScoreRow, ScoresReader
 from memopd_scorer.states import state_of
 from memopd_trace.behaviour import Behaviour, behaviour_of
-from memopd_trace.errors import InputError, UsageError
+from memopd_trace.errors import InputError, UsageError, printable
 from memopd_trace.invocation import Episode, Invocation
 from memopd_trace.metadata import Tokenizer, TraceMetadata
 from memopd_trace.places import Place
+from memopd_trace.schema import RECORDED
 from memopd_trace.storage import TraceReader
 from memopd_trace.validate import require_valid
 from memopd_trainer.advantages import token_weights, trained_mask
@@ -94,14 +95,16 @@ class TrainPack:
         return tuple(dict.fromkeys(s.episode_id for s in self.pack.states))
 
 
-def load_rollouts(trace: str | os.PathLike[str], scores: str | os.PathLike[str] | None, *, policy: bool) -> Rollouts:
-    """Read a trace, group its episodes, and check every row against the scores.
+def load_rollouts(
+    trace: str | os.PathLike[str], scores: str | os.PathLike[str] | None, *, policy: bool, view: str = RECORDED
+) -> Rollouts:
+    """Read a trace, group its episodes, and check every row against the scores, which must be of `view`.
 
     Raises:
         InputError: the trace is not valid (with the code of the first finding), the scores cannot be read, or
             `E-NO-TARGETS`, `E-TOKENIZER-MISMATCH`, `E-ID-PADDED`, `E-MODEL-UNSUPPORTED`, `E-SCORES-MISSING`,
             `E-SCORES-STATE`, `E-SCORES-CHECK`; with `policy` also `E-LOGPROB-KIND`.
-        UsageError: the tokens to be trained are of several models.
+        UsageError: the tokens to be trained are of several models, or the scores are of another view.
     """
     require_valid(trace, "policy" if policy else "core")
     reader = TraceReader(trace)
@@ -118,6 +121,7 @@ def load_rollouts(trace: str | os.PathLike[str], scores: str | os.PathLike[str] 
     metadata = reader.metadata.model_copy(update={"models": {model_id: model}})
     store = None if scores is None else ScoresReader(Path(scores))
     if store is not None:
+        _check_view(store, view)
         _check_teacher(store, model.tokenizer)
     for invocation in trained:
         _check_ids(invocation, model.tokenizer)
@@ -213,6 +217,15 @@ def _check_ids(invocation: Invocation, tokenizer: Tokenizer) -> None:
             f"{invocation.name}: trained id {ids.max()}, the tokenizer has {tokenizer.size}",
             code="E-ID-PADDED",
             hint="take it out of output_loss_mask",
+        )
+
+
+def _check_view(store: ScoresReader, wanted: str) -> None:
+    scored = store.metadata.view
+    if scored != wanted:
+        raise UsageError(
+            f"{store.folder}: scored under the view '{printable(scored)}', to be trained on is '{printable(wanted)}'",
+            hint="a teacher that read another prompt is taken only when `view` names it; or score the trace again",
         )
 
 

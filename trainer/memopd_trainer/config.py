@@ -17,6 +17,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationErr
 from memopd_scorer.plan import Layout
 from memopd_trace.errors import InputError, UsageError, printable
 from memopd_trace.metadata import first_error
+from memopd_trace.schema import RECORDED
 from memopd_trainer.losses import DivergenceKind
 
 MAX_CONFIG_BYTES = 2**20
@@ -66,6 +67,7 @@ class HeldOut(_Section):
 class TrainConfig(_Section):
     """One run. `student` is a local folder or a hub name; paths are relative to the working directory.
 
+    `view` is what the scores (also the held-out ones) must be of: `recorded`, or the name given to `score --view`.
     `groups_per_step` null = every group of the trace in each step. `layout` is what the scorer's plan uses;
     `tree` and `packed` turn to `single` where the student's architecture cannot be packed. `dtype` is that of
     the weights: with bfloat16 a learning rate of 1e-6 is lost in rounding. `save_every` null = at the end.
@@ -74,6 +76,7 @@ class TrainConfig(_Section):
     student: Place
     trace: Place
     scores: Place | None = None
+    view: str = RECORDED
     output: Place
     steps: Count
     groups_per_step: Count | None = None

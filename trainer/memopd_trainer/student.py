@@ -14,6 +14,7 @@ from memopd_scorer.plan import Layout
 from memopd_scorer.signals import Head, iter_chunks
 from memopd_scorer.teacher import LoadedModel, check_trace, load
 from memopd_trace.errors import UsageError
+from memopd_trace.schema import RECORDED
 from memopd_trainer.batch import Rollouts, load_rollouts, make_packs
 from memopd_trainer.losses import divergence
 
@@ -42,8 +43,9 @@ def evaluate_kl(
     dtype: str = "float32",
     device: str = "cpu",
     max_tokens: int = 8192,
+    view: str = RECORDED,
 ) -> dict[str, float]:
-    """Divergence between a model and the stored teacher on the trained tokens of a trace.
+    """Divergence between a model and the stored teacher, scored under `view`, on the trained tokens of a trace.
 
     Returns `reverse_kl` = D(model || teacher) and `forward_kl` = D(teacher || model), in nats per token, each
     token counting alike, and `tokens`.
@@ -52,7 +54,7 @@ def evaluate_kl(
         InputError: a fault of the model, the trace or the scores (see `memopd_trainer.batch.load_rollouts`).
         UsageError: the model is in training mode (dropout would be on), or an unknown dtype or device.
     """
-    rollouts = load_rollouts(trace, scores, policy=False)
+    rollouts = load_rollouts(trace, scores, policy=False, view=view)
     if not isinstance(model, LoadedModel):
         model = load(model, dtype=dtype, device=device)
     check_trace(rollouts.metadata, model)

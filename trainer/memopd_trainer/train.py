@@ -89,10 +89,11 @@ def train(config: TrainConfig, *, on_step: Callable[[StepMetrics], None] | None 
     started = time.perf_counter()
     torch.manual_seed(config.seed)
     policy = config.ppo.weight > 0
-    rollouts = load_rollouts(config.trace, config.scores if config.divergence.weight > 0 else None, policy=policy)
+    scores = config.scores if config.divergence.weight > 0 else None
+    rollouts = load_rollouts(config.trace, scores, policy=policy, view=config.view)
     held_out = None
     if config.held_out is not None:
-        held_out = load_rollouts(config.held_out.trace, config.held_out.scores, policy=False)
+        held_out = load_rollouts(config.held_out.trace, config.held_out.scores, policy=False, view=config.view)
     advantages = Advantages({}, 0)
     if policy:
         advantages = group_advantages(rollouts.groups, normalise_std=config.ppo.normalise_std)

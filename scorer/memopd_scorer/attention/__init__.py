@@ -1,0 +1,26 @@
+"""One visibility, several backends: how a pack's tokens see each other inside a Transformers model.
+
+    sdpa    CPU and any GPU: span by span, each against its own branch; no T x T mask exists
+    flex    FlexAttention with the interval rule; GPU (on a CPU uncompiled and forward only)
+    flash   variable-length FlashAttention over the branches; CUDA, half precision, no recorded visibility
+    eager   one dense T x T mask and explicit softmax: the readable reference, for tests
+    native  the model's own attention, for a pack of one plain state
+
+What a backend does not compute it refuses by name. Sliding windows count along the branch in all of them.
+"""
+
+from memopd_scorer.attention.choice import REQUESTS, Backend, Choice, Request, choose
+from memopd_scorer.attention.forward import states_at_rows, use_backend
+from memopd_scorer.attention.visibility import UnsupportedAttentionError, Visibility
+
+__all__ = [
+    "REQUESTS",
+    "Backend",
+    "Choice",
+    "Request",
+    "UnsupportedAttentionError",
+    "Visibility",
+    "choose",
+    "states_at_rows",
+    "use_backend",
+]

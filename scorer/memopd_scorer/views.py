@@ -1,0 +1,102 @@
+"""The states of a trace under one view: the tokens that were sampled, after the recorded prompt or another one.
+
+A view is `recorded`, one of a views file, or `persistent-history`, which needs no file. numpy only, no torch.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Iterator
+
+from memopd_scorer.plan import iter_groups
+from memopd_scorer.states import STATE_COLUMNS, State, state_of
+from memopd_trace.errors import InputError, UsageError
+from memopd_trace.invocation import Episode, Invocation
+from memopd_trace.schema import RECORDED
+from memopd_trace.storage import TraceReader
+from memopd_trace.viewfile import View, ViewsReader
+from memopd_trace.views import PERSISTENT_HISTORY, persistent_history, under_prompt
+
+
+def open_views(view: str, views: str | os.PathLike[str] | None) -> ViewsReader | None:
+    """The views file that holds `view`; `None` for a view that needs none.
+
+    Raises:
+        UsageError: a file and no view of it, a view without its file, or one that the file does not name.
+        InputError: the file is missing or unreadable, or `E-MODEL-UNSUPPORTED` for views with media.
+    """
+    if views is None:
+        if view not in (RECORDED, PERSISTENT_HISTORY):
+            raise UsageError(f"view '{view}': of which file?", hint=f"only {PERSISTENT_HISTORY} needs no views file")
+        return None
+    reader = ViewsReader(views)
+    if view == RECORDED or view not in reader.metadata.views:
+        raise UsageError(f"{views}: no view '{view}'", hint=f"it names {', '.join(reader.metadata.views) or 'none'}")
+    if "media" in reader.metadata.required_features:
+        raise InputError(
+            f"{views}: the views hold media, which are not fed to models yet: only text states can be run exactly",
+            code="E-MODEL-UNSUPPORTED",
+        )
+    return reader
+
+
+def iter_states(
+    reader: TraceReader, view: str, views: ViewsReader | None, *, vocabulary: int | None = None
+) -> Iterator[list[State]]:
+    """The states of a valid trace under a view of it, by groups that may share prefixes; `views` is of `open_views`.
+
+    A row without the view has no state. One episode and its views are read at a time.
+
+    Raises:
+        InputError: `E-VIEW-STATE` or `E-VIEW-ROW`, a view that is not for these rows.
+        UsageError: `persistent-history` of a row of in-place generation.
+    """
+    if view == RECORDED:
+        for group in iter_groups(reader.iter_episodes(STATE_COLUMNS)):
+            yield [state_of(i, vocabulary=vocabulary) for i in group]
+        return
+    episodes = _flattened(reader) if views is None else _viewed(reader, view, views)
+    for group in iter_groups(episodes):
+        yield [_state_under_view(i, vocabulary) for i in group]
+
+
+def _state_under_view(viewed: Invocation, vocabulary: int | None) -> State:
+    return dataclasses.replace(state_of(viewed, vocabulary=vocabulary), view_digest=viewed.compute_digest())
+
+
+def _flattened(reader: TraceReader) -> Iterator[Episode]:
+    for episode in reader.iter_episodes():
+        prompts = persistent_history(episode)
+        rows = (_of_row(i, under_prompt(i, prompt)) for i, prompt in zip(episode, prompts, strict=True))
+        yield Episode(episode.episode_id, tuple(rows))
+
+
+def _viewed(reader: TraceReader, view: str, views: ViewsReader) -> Iterator[Episode]:
+    """Both files side by side: their rows stand in one order."""
+    pending = (v for v in views if v.view == view)
+    upcoming = next(pending, None)
+    for episode in reader.iter_episodes():
+        rows: list[Invocation] = []
+        for invocation in episode:
+            if upcoming is not None and _key(upcoming) == invocation.key:
+                rows.append(_of_row(invocation, upcoming.apply(invocation)))
+                upcoming = next(pending, None)
+        if rows:
+            yield Episode(episode.episode_id, tuple(rows))
+    if upcoming is not None:
+        raise InputError(
+            f"{views.path}: episode '{upcoming.episode_id}', invocation {upcoming.invocation_index}: the trace holds "
+            "no such row after those of the views before it",
+            code="E-VIEW-ROW",
+            hint="`memopd-trace validate TRACE --views FILE` lists what does not fit",
+        )
+
+
+def _of_row(recorded: Invocation, viewed: Invocation) -> Invocation:
+    """A viewed row that keeps the trace row's digest. Its expert routes were recorded for another sequence."""
+    return viewed.replace(state_digest=recorded.compute_digest(), routed_experts=None)
+
+
+def _key(view: View) -> tuple[str, int]:
+    return view.episode_id, view.invocation_index
