@@ -31,7 +31,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from memopd_trace.invocation import IDS, Invocation
-from memopd_trace.lineage import Cause, Difference, explain_difference, final_ids
+from memopd_trace.lineage import Cause, Difference, explain_difference, final_ids, many
 from memopd_trace.pieces import Pieces
 
 MAX_PREFIX = 64  # ids between a prompt and its output that may be a response prefix
@@ -112,7 +112,8 @@ def _response_prefix(parent: Invocation, prompt: IDS, at: int) -> Found:
     for start in np.flatnonzero(prompt[at : at + 2 * MAX_PREFIX] == output[0]):
         touches = not start or prompt[at + start - 1] != last
         if touches and np.array_equal(prompt[at + start :][: len(output)], output):
-            return "response_prefix", f"the last {gone} ids in front of the parent's output became {start} others"
+            others = "1 other" if start == 1 else f"{start} others"
+            return "response_prefix", f"{many(gone)} in front of the parent's output became {others}"
     return None
 
 

@@ -25,6 +25,8 @@ class MisfitError(ValueError):
     """A column that cannot be read as its declared type; `expected` and `actual` are type names."""
 
     def __init__(self, expected: str, actual: str, detail: str = "") -> None:
+        if "null" not in detail:  # whether items may be null is not the fault, and any writer's choice
+            expected, actual = expected.replace(" | null", ""), actual.replace(" | null", "")
         super().__init__(f"expected {expected}, got {actual}" + (f": {detail}" if detail else ""))
         self.expected, self.actual, self.detail = expected, actual, detail
 

@@ -35,6 +35,7 @@ from memopd_trace.storage import TraceReader, read_manifest
 SHAPE_RULES = [r for r in RULES.values() if r.phase == "shape"]
 NOT_WHOLE = "no row or episode is whole enough to be judged"
 KEY_RULES = [r for r in RULES.values() if r.phase == "key"]
+ASKS_FOR_MORE = ("E-NEEDS-REWARD", "E-NEEDS-END")  # of an episode; a later row of a split one may bring it
 
 
 class TraceCheck:
@@ -47,6 +48,7 @@ class TraceCheck:
             self.rules.setdefault(rule.phase, []).append(rule)
         self.judged = {r.code: r for r in rules}
         self.seen = EpisodesSeen()
+        self.unended: dict[str, list[str]] = {}  # episode -> codes that hold unless it goes on later
         self.summary = TraceSummary(str(path))
         self.episodes_wanted = sample
         self.sample: Sample | None = None
@@ -217,6 +219,9 @@ class FileCheck:
         if not run.unsound:
             for rule in KEY_RULES:
                 run.unsound |= self._run_hits(rule, run, self.trace.seen)
+        if self.trace.seen.goes_on(run):
+            for code in self.trace.unended.pop(run.episode_id, ()):
+                self.log.retract(code, run.episode_id)
         if self.trace.seen.add(run, self.file.index):
             self.file.episodes += 1
         self.trace.summary.episodes = len(self.trace.seen)
@@ -224,7 +229,8 @@ class FileCheck:
             self.trace.summary.episodes_unsound += 1
             return
         for rule in self.episode_rules:
-            self._run_hits(rule, run)
+            if self._run_hits(rule, run) and rule.code in ASKS_FOR_MORE:
+                self.trace.unended.setdefault(run.episode_id, []).append(rule.code)
 
     def _run_hits(self, rule: Rule, run: Run, *more: EpisodesSeen) -> bool:
         self.log.ran.add(rule.code)

@@ -59,7 +59,8 @@ class Difference:
         inserted        ids stand between two stretches of the parent, nothing is gone
         replaced        a stretch became other ids, and the parent's end comes back after it (re-encoded text,
                         re-serialised tool call, summary in place)
-        diverged        the prompts agree up to `index` and the rest of the parent does not come back
+        diverged        the prompts agree up to `index`, and the rest of the parent does not follow there; ids of it
+                        may stand further on
 
     `memopd_trace.causes.explain` knows more: it compares the calls and, given a tokenizer, their texts.
     """
@@ -157,6 +158,11 @@ def first_true(flags: NDArray[np.bool_], default: int) -> int:
     return int(flags.argmax()) if flags.any() else default
 
 
+def many(ids: int) -> str:
+    """So many ids, in words."""
+    return "1 id" if ids == 1 else f"{ids} ids"
+
+
 def explain_difference(parent_ids: IDS, prompt_ids: IDS, bos_id: int | None = None) -> Difference:
     """Where and probably why `prompt_ids` is no extension of `parent_ids` (the parent's final ids)."""
     at = common_prefix(parent_ids, prompt_ids)
@@ -164,24 +170,28 @@ def explain_difference(parent_ids: IDS, prompt_ids: IDS, bos_id: int | None = No
     if not len(lost):
         return Difference("none", at, "the prompt begins with all of the parent's ids")
     if not len(new):
-        return Difference("cut_short", at, f"the prompt ends {len(lost)} ids before the parent does")
+        return Difference("cut_short", at, f"the prompt ends {many(len(lost))} before the parent does")
     if bos_id is not None and _is_double_bos(parent_ids, prompt_ids, bos_id):
         return Difference("double_bos", at, f"begin-of-sequence id {bos_id} stands twice in front")
     gap = _find(new, lost)
     if gap is not None:
-        return Difference("inserted", at, f"{gap} ids stand in front of the parent's id {at}")
+        stand = "stands" if gap == 1 else "stand"
+        return Difference("inserted", at, f"{many(gap)} {stand} in front of the parent's id {at}")
     kept = _overlap(lost, new)
     if kept:
         gone = len(lost) - kept
         if at == 0:
-            return Difference("truncated_left", at, f"the parent's first {gone} ids are gone, the rest follows")
-        return Difference("elided", at, f"the parent's ids {at} to {at + gone - 1} are gone, the rest follows")
+            first = "first id is" if gone == 1 else f"first {gone} ids are"
+            return Difference("truncated_left", at, f"the parent's {first} gone, the rest follows")
+        which = f"id {at} is" if gone == 1 else f"ids {at} to {at + gone - 1} are"
+        return Difference("elided", at, f"the parent's {which} gone, the rest follows")
     middle = _replaced_middle(lost, new)
     if middle is not None:
-        return Difference("replaced", at, f"{middle[0]} ids of the parent became {middle[1]} others, then it goes on")
+        others = "1 other" if middle[1] == 1 else f"{middle[1]} others"
+        return Difference("replaced", at, f"{many(middle[0])} of the parent became {others}, then it goes on")
     if at == 0:
         return Difference("unrelated", at, "the prompt shares nothing with the parent from the first id on")
-    return Difference("diverged", at, f"the parent's last {len(lost)} ids do not come back")
+    return Difference("diverged", at, f"the parent's ids from index {at} on do not follow")
 
 
 def _is_double_bos(parent_ids: IDS, prompt_ids: IDS, bos_id: int) -> bool:

@@ -48,6 +48,12 @@ class Log:
                 )
             )
 
+    def retract(self, code: str, episode_id: str) -> None:
+        """Take back the one hit that a rule had in an episode of this trace."""
+        if code in self.codes:
+            self.counts[code] -= 1
+            self.findings = [f for f in self.findings if (f.code, f.episode_id) != (code, episode_id)]
+
     def absorb(self, other: Log) -> None:
         """Add what another input came to; of its findings as many as there is room for."""
         kept = Counter({code: min(count, self.max_findings) for code, count in self.counts.items()})

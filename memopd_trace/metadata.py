@@ -168,7 +168,8 @@ def _parse(kind: type[M], key: bytes, schema_metadata: dict[bytes, bytes] | None
         raise InputError(
             f"{where}: no '{key.decode()}' key in the schema metadata",
             code="E-META-MISSING",
-            hint="another tool may have dropped it on rewriting; write the file again with its metadata",
+            hint="another tool may have dropped it on rewriting: write the file again with its metadata"
+            + ("; a first file needs little: spec/files.md, section 1, has the smallest" if key == KEY else ""),
         )
     if len(raw) > MAX_METADATA_BYTES:
         raise InputError(f"{where}: metadata of {len(raw)} bytes, limit {MAX_METADATA_BYTES}", code="E-META-INVALID")

@@ -68,8 +68,7 @@ def find_config(folder: Path) -> Config | None:
     """The configuration that holds in `folder`.
 
     Raises:
-        UsageError: a file that would hold is not TOML, or its table is wrong.
-        OSError: it cannot be read.
+        UsageError: a file that would hold cannot be read, is not TOML, or its table is wrong.
     """
     root = repository(folder) or folder
     for place in (folder, *folder.parents):
@@ -86,8 +85,7 @@ def load_config(path: Path) -> Config:
     """The configuration of one file, a `pyproject.toml` or of the form of `memopd-trace.toml`.
 
     Raises:
-        UsageError: it is not TOML, has no table, or a wrong one.
-        OSError: it cannot be read.
+        UsageError: it cannot be read, is not TOML, has no table, or a wrong one.
     """
     config = _load(path)
     if config is None:
@@ -113,8 +111,12 @@ def _load(path: Path) -> Config | None:
 def _read(path: Path) -> bytes:
     if is_node(path):  # a FIFO would be waited for
         raise UsageError(f"{path}: is no regular file", hint="save the configuration to a file first")
-    with path.open("rb") as source:
-        raw = source.read(MAX_BYTES + 1)
+    try:
+        with path.open("rb") as source:
+            raw = source.read(MAX_BYTES + 1)
+    except (OSError, ValueError) as error:  # ValueError: a zero byte in the name
+        why = getattr(error, "strerror", None) or error
+        raise UsageError(f"{path}: {why}", hint="give another --config, or --no-config") from None
     if len(raw) > MAX_BYTES:
         raise UsageError(f"{path}: more than {MAX_BYTES} bytes, the limit of a configuration", hint="give --no-config")
     return raw

@@ -338,9 +338,10 @@ def read_manifest(folder: Place) -> dict[str, Any]:
         plain = all(Path(n).name == n for n in names) and len(set(names)) == len(names)
         whole = manifest["complete"] is True and names and plain
     except FileNotFoundError:
-        raise InputError(
-            f"{folder}: no {MANIFEST}", code="E-INCOMPLETE", hint="the writer did not finish; write it again"
-        ) from None
+        hint = "a folder is one trace with a manifest: its writer did not finish, write it again"
+        if any(folder.glob("*.parquet")):
+            hint += f"; if its files are traces of their own, give {folder}/*.parquet"
+        raise InputError(f"{folder}: no {MANIFEST}", code="E-INCOMPLETE", hint=hint) from None
     except InputError:
         raise
     except (ValueError, KeyError, TypeError, OSError, RecursionError) as error:

@@ -87,11 +87,12 @@ def check(
     ),
     quiet: bool = typer.Option(False, "--quiet", "-q", help="No notices on stderr."),
 ) -> None:
-    """Check traces against the rules of a profile.
+    r"""Check traces against the rules of a profile.
 
-    Exit code 0: no findings; 1: findings; 3: an input is missing, unreadable or refused.
+    Exit code 0: no findings; 1: findings; 2: a wrong call or configuration; 3: an input is missing, unreadable or
+    refused.
 
-    Defaults come from the table [validate] of memopd-trace.toml, or [tool.memopd-trace.validate] of pyproject.toml.
+    Defaults come from the table \[validate] of memopd-trace.toml, else \[tool.memopd-trace.validate] of pyproject.toml.
 
     Example: memopd-trace validate run/ --profile train --format json -o report.json
     """

@@ -264,7 +264,7 @@ class Batch:
         """One hit per bad row [B]; the cell is the actual value."""
         for row in np.flatnonzero(bad):
             value = self.column(column)[int(row)].as_py()
-            yield Hit(int(row), message, column, expected, "null" if value is None else str(value))
+            yield Hit(int(row), message, column, expected, _shown(value))
 
     def output_hits(
         self, bad: Bools, column: str, what: str, values: Array | None = None, *, expected: str | None = None
@@ -282,6 +282,11 @@ class Batch:
         """One hit per row with a bad item of a list column."""
         lists = self.lists(column)
         return _token_hits(bad, lists.lengths, column, what, lists.values, expected)
+
+
+def _shown(value: Any) -> str:
+    """A cell in a message; text in quotes, so that an empty one or the word null is seen."""
+    return "null" if value is None else f"'{value}'" if isinstance(value, str) else str(value)
 
 
 def ragged_arange(lengths: Ints) -> Ints:

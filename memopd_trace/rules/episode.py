@@ -11,6 +11,8 @@ from memopd_trace.metadata import Model, TraceMetadata
 from memopd_trace.pieces import Pieces
 from memopd_trace.rules.registry import Inputs
 
+MAX_RANGES = 64  # remembered of one episode, so that a file of scattered rows takes no more memory than another
+
 
 @dataclass(slots=True)
 class Run:
@@ -64,25 +66,49 @@ class Run:
 
 
 class EpisodesSeen:
-    """The episodes of a trace that have passed: a digest and two numbers for each (about 200 bytes)."""
+    """The episodes of a trace that have passed: a digest for each, and its indices as ranges (about 200 bytes)."""
 
     def __init__(self) -> None:
-        self._rows: dict[bytes, tuple[int, int]] = {}
+        self._passed: dict[bytes, tuple[int, ...]] = {}  # the last file, then start and stop of each range
 
-    def next_index(self, episode_id: str) -> int:
-        """The index that would go on with this episode; 0 = it was not seen."""
-        return self._rows.get(_key(episode_id), (0, 0))[0]
+    def holds(self, episode_id: str) -> bool:
+        """Whether rows of this episode have passed."""
+        return _key(episode_id) in self._passed
+
+    def indices(self, episode_id: str) -> list[range]:
+        """Indices of this episode that have surely passed, in order; of one in very many pieces not all are known."""
+        _, *ends = self._passed.get(_key(episode_id), (0,))
+        return [range(*pair) for pair in zip(ends[::2], ends[1::2], strict=True)]
+
+    def goes_on(self, run: Run) -> bool:
+        """Whether the run brings new rows of an episode that has passed: it is split."""
+        if not self.holds(run.episode_id):
+            return False
+        passed = self.indices(run.episode_id)
+        return any(all(i.invocation_index not in each for each in passed) for i in run.invocations)
 
     def add(self, run: Run, file: int) -> bool:
         """Remember a run of file number `file`; whether its episode is new in that file."""
         key = _key(run.episode_id)
-        before = self._rows.get(key)
-        top = max((i.invocation_index + 1 for i in run.invocations), default=1)
-        self._rows[key] = max(top, 1, before[0] if before else 0), file
-        return before is None or before[1] != file
+        before = self._passed.get(key)
+        new = [range(i.invocation_index, i.invocation_index + 1) for i in run.invocations]
+        ranges = _merged([*self.indices(run.episode_id), *new])
+        self._passed[key] = file, *(end for each in ranges[:MAX_RANGES] for end in (each.start, each.stop))
+        return before is None or before[0] != file
 
     def __len__(self) -> int:
-        return len(self._rows)
+        return len(self._passed)
+
+
+def _merged(ranges: list[range]) -> list[range]:
+    """The same indices in as few ranges as hold them, in order."""
+    merged: list[range] = []
+    for each in sorted(ranges, key=lambda r: r.start):
+        if merged and each.start <= merged[-1].stop:
+            merged[-1] = range(merged[-1].start, max(merged[-1].stop, each.stop))
+        else:
+            merged.append(each)
+    return merged
 
 
 def _key(episode_id: str) -> bytes:

@@ -67,7 +67,9 @@ def needs_logprobs(b: Batch) -> Iterator[Hit]:
 def needs_logprob_kind(b: Batch) -> Iterator[Hit]:
     elsewhere = b.given("output_logprobs") & reshapes(b)  # E-LOGPROB-KIND speaks of these
     bad = b.trains & unknown_kind(b) & ~elsewhere
-    yield from b.row_hits(bad, "logprob_kind", "the kind of logprob is not known", expected="raw, tempered, processed")
+    yield from b.row_hits(
+        bad, "logprob_kind", "the kind of logprob is not known", expected="'raw', 'tempered', 'processed'"
+    )
 
 
 @rule(
@@ -110,7 +112,7 @@ def needs_policy_version(b: Batch) -> Iterator[Hit]:
 )
 def needs_engine_ids(b: Batch) -> Iterator[Hit]:
     bad = b.trains & ~b.equals("token_source", "engine")
-    yield from b.row_hits(bad, "token_source", "the ids are not known to be the engine's", expected="engine")
+    yield from b.row_hits(bad, "token_source", "the ids are not known to be the engine's", expected="'engine'")
 
 
 @rule(

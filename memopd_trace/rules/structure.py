@@ -81,7 +81,7 @@ def length_hits(b: Batch, name: str, lengths: Ints, meaning: str) -> Iterator[Hi
     hint="a resumed or resent call was written twice; keep one row, or give the retry its own index",
 )
 def key_duplicate(run: Run, seen: EpisodesSeen) -> Iterator[Hit]:
-    before = seen.next_index(run.episode_id)
+    before = seen.indices(run.episode_id)
     first: dict[int, Invocation] = {}
     for at, invocation in enumerate(run.invocations):
         index = invocation.invocation_index
@@ -89,7 +89,7 @@ def key_duplicate(run: Run, seen: EpisodesSeen) -> Iterator[Hit]:
         if twin is not invocation:
             same = "the same" if _same_ids(twin, invocation) else "other"
             yield Hit(at, f"invocation {index} occurs again, with {same} ids", "invocation_index")
-        elif 0 <= index < before:
+        elif any(index in each for each in before):
             yield Hit(at, f"invocation {index} of this episode stood further up", "invocation_index")
 
 
@@ -106,7 +106,7 @@ def _same_ids(a: Invocation, b: Invocation) -> bool:
     hint="a hole is a lost call: the episode is incomplete; otherwise sort by (episode, index)",
 )
 def index_order(run: Run, seen: EpisodesSeen) -> Iterator[Hit]:
-    if seen.next_index(run.episode_id):
+    if seen.holds(run.episode_id):
         return
     expected, known = 0, set()
     for at, invocation in enumerate(run.invocations):
@@ -128,13 +128,8 @@ def index_order(run: Run, seen: EpisodesSeen) -> Iterator[Hit]:
     hint="sort the rows by (episode, index), and never split an episode over two parts",
 )
 def episode_split(run: Run, seen: EpisodesSeen) -> Iterator[Hit]:
-    before = seen.next_index(run.episode_id)
-    if before and all(i.invocation_index >= before for i in run.invocations):
-        yield Hit(
-            0,
-            f"the episode goes on here, {before} rows of it stood further up",
-            "episode_id",
-        )
+    if seen.goes_on(run):
+        yield Hit(0, "the episode goes on here, other rows of it stood further up", "episode_id")
 
 
 @rule(
@@ -143,6 +138,7 @@ def episode_split(run: Run, seen: EpisodesSeen) -> Iterator[Hit]:
     phase="batch",
     clause="`model_id` MUST be a key of the metadata's `models`.",
     columns=("model_id",),
+    hint="add the model to `models` in the metadata, or write its key into the row",
 )
 def model_unknown(b: Batch) -> Iterator[Hit]:
     known = ", ".join(f"'{name}'" for name in b.metadata.models) or "no model"
@@ -155,6 +151,7 @@ def model_unknown(b: Batch) -> Iterator[Hit]:
     phase="batch",
     clause="A category MUST be a registered word of its column, or a private `rewrite_kind` (`x_…`).",
     columns=CATEGORY_COLUMNS,
+    hint="spec/registry.md says what each word means; null where none fits, x_… for a rewrite_kind of your own",
     unless=newer_minor,
 )
 def category(b: Batch) -> Iterator[Hit]:
@@ -163,7 +160,7 @@ def category(b: Batch) -> Iterator[Hit]:
         bad = b.given(name) & ~b.equals(name, *words)
         if name == "rewrite_kind":
             bad &= ~np.asarray(pc.fill_null(pc.starts_with(b.strings(name), "x_"), False))
-        yield from b.row_hits(bad, name, f"{name} is not a registered word", expected=", ".join(words))
+        yield from b.row_hits(bad, name, f"{name} is not a registered word", expected=", ".join(map(repr, words)))
 
 
 @rule(

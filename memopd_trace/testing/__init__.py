@@ -15,6 +15,7 @@ Needs hypothesis (the extra `testing`). A downstream project's test-suite may ho
         assert our_prompts(our_folder / "trace.parquet") == [i.prompt_ids.tolist() for i in invocations]
 
     @pytest.mark.parametrize("mutation", MUTATIONS, ids=str)
+    @settings(deadline=None, max_examples=20)  # it writes files: the first time takes long, and each costs some
     @given(trace=traces("train"))
     def test_we_find_what_is_broken(mutation, trace):  # their checks, our faults
         with tempfile.TemporaryDirectory() as folder:

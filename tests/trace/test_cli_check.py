@@ -162,7 +162,7 @@ def test_a_traces_strings_reach_the_terminal_escaped_and_are_no_markup(tmp_path:
     out = capsys.readouterr().out
     assert not raw(out)
     assert f"(episode '{SHOWN}', invocation 0)" in out
-    assert f"actual:   {SHOWN}\n" in out
+    assert f"actual:   '{SHOWN}'\n" in out
     assert f"producer {SHOWN}" in out and f"could not tell: {SHOWN} ({SHOWN})\n" in out
     with pytest.raises(InputError) as error:
         require_valid(path)
@@ -184,7 +184,7 @@ def test_a_very_long_value_is_cut_and_its_place_is_still_told(tmp_path: Path, ca
     assert run(["validate", str(path)]) == 1
     out = capsys.readouterr().out
     assert f"(episode '{'e' * 199}…', invocation 0)\n" in out
-    assert f"actual:   {'y' * 199}…\n" in out
+    assert f"actual:   '{'y' * 198}…\n" in out
     assert max(map(len, out.splitlines())) < 1000
     with pytest.raises(InputError) as error:
         require_valid(path)

@@ -39,6 +39,13 @@ def test_the_help_has_an_example(command: str, capsys: Capture) -> None:
     assert command in {c.name or c.callback.__name__ for c in app.registered_commands if c.callback is not None}
 
 
+def test_the_help_of_validate_names_the_tables_of_its_configuration(capsys: Capture) -> None:
+    assert run(["validate", "--help"]) == 0
+    words = " ".join(capsys.readouterr().out.split())
+    assert "[validate] of memopd-trace.toml" in words and "[tool.memopd-trace.validate] of pyproject.toml" in words
+    assert "2: a wrong call" in words
+
+
 def test_stats_prints_a_table_or_one_json_document(trace: str, capsys: Capture) -> None:
     assert run(["stats", trace]) == 0
     out, err = capsys.readouterr()

@@ -8,7 +8,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pytest
 
-from memopd_trace.conform import conform, conform_batch
+from memopd_trace.conform import MisfitError, conform, conform_batch
 from memopd_trace.invocation import invocations_from_batch
 from memopd_trace.schema import COLUMN, TRACE_COLUMNS
 
@@ -173,3 +173,13 @@ def test_absent_columns_come_as_nulls_and_unknown_ones_are_left_out() -> None:
     assert not misfits
     assert conformed.schema.names == [c.name for c in TRACE_COLUMNS]
     assert pc.all(conformed.column("position_ids").is_null()).as_py()
+
+
+def test_that_items_may_be_null_is_told_only_where_it_is_the_fault() -> None:
+    target = COLUMN["prompt_ids"].type
+    with pytest.raises(MisfitError) as wider:
+        conform(pa.array([[1]], pa.list_(pa.int64())), target)
+    assert (wider.value.expected, wider.value.actual) == ("list<int32>", "list<int64>")
+    with pytest.raises(MisfitError) as null:
+        conform(pa.array([[None]], pa.list_(pa.int32())), target)
+    assert (null.value.expected, null.value.actual) == ("list<int32>", "list<int32 | null>")

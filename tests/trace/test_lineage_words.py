@@ -14,7 +14,7 @@ PARENT = list(range(20))
 
 CASES = {
     "left out": (PARENT, PARENT[:5] + PARENT[10:], "elided", 5, "the parent's ids 5 to 9 are gone"),
-    "left out, one": (PARENT, PARENT[:5] + PARENT[6:], "elided", 5, "the parent's ids 5 to 5 are gone"),
+    "left out, one": (PARENT, PARENT[:5] + PARENT[6:], "elided", 5, "the parent's id 5 is gone"),
     "cut on the left": (PARENT, PARENT[3:], "truncated_left", 0, "the parent's first 3 ids are gone"),
     "put in": (PARENT, [*PARENT[:5], 90, 91, *PARENT[5:]], "inserted", 5, "2 ids stand in front of the parent's id 5"),
     "put in, the second match": (
@@ -26,14 +26,22 @@ CASES = {
     ),
     "replaced": (PARENT, [*PARENT[:5], 90, 91, *PARENT[8:]], "replaced", 5, "3 ids of the parent became 2 others"),
     "replaced, short": ([1, 2, 3, 4], [1, 9, 8, 4], "replaced", 1, "2 ids of the parent became 2 others"),
+    "replaced, one": (PARENT, [*PARENT[:5], 90, *PARENT[6:]], "replaced", 5, "1 id of the parent became 1 other, "),
+    "put in, one": (PARENT, [*PARENT[:5], 90, *PARENT[5:]], "inserted", 5, "1 id stands in front of the parent's id 5"),
     "a rewind": (PARENT, PARENT[:5], "cut_short", 5, "the prompt ends 15 ids before the parent does"),
-    "one id far away": ([1, 2, 3], [1, 2, 9, 9, 9, 9, 3], "diverged", 2, "the parent's last 1 ids do not come back"),
+    "one id far away": (
+        [1, 2, 3],
+        [1, 2, 9, 9, 9, 9, 3],
+        "diverged",
+        2,
+        "the parent's ids from index 2 on do not follow",
+    ),
     "three ids of many": (
         PARENT,
         [*PARENT[:5], *PARENT[17:]],
         "diverged",
         5,
-        "the parent's last 15 ids do not come back",
+        "the parent's ids from index 5 on do not follow",
     ),
     "four ids of many": (PARENT, [*PARENT[:5], *PARENT[16:]], "elided", 5, "the parent's ids 5 to 15 are gone"),
     "one id of eight": (PARENT[:8], [7], "truncated_left", 0, "the parent's first 7 ids are gone"),

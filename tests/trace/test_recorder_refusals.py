@@ -53,11 +53,11 @@ REFUSALS: dict[str, tuple[Callable[[EpisodeRecorder], Any], str]] = {
     "a column that is not the caller's": (lambda e: call(e, [5], [2], invocation_index=7), "invocation_index is the"),
     "an unknown finish reason": (
         lambda e: e.record([5], [2], finish_reason="done"),
-        "E-CATEGORY.*finish_reason.* got done",
+        "E-CATEGORY.*finish_reason.* got 'done'",
     ),
     "a relation that does not exist": (
         lambda e: call(e, [5], [2], relation="child"),
-        "E-CATEGORY.*relation.* got child",
+        "E-CATEGORY.*relation.* got 'child'",
     ),
     "a rewrite of nothing": (lambda e: call(e, [5], [2], rewrite_kind="memory"), "E-PARENT-MISSING.*no parent_index"),
     "positions of another length": (
@@ -73,7 +73,7 @@ REFUSALS: dict[str, tuple[Callable[[EpisodeRecorder], Any], str]] = {
         lambda e: e.record([5], [2], sampling=Sampling(temperature=1.0, top_k=-1)),
         "E-SAMPLING-RANGE.* got -1",
     ),
-    "an unknown model": (lambda e: call(e, [5], [2], model_id="n"), "E-MODEL-UNKNOWN.* got n"),
+    "an unknown model": (lambda e: call(e, [5], [2], model_id="n"), "E-MODEL-UNKNOWN.* got 'n'"),
     "another group": (lambda e: call(e, [5], [2], group_id="other"), "group_id is the recorder's"),
     "an attempt that is no number": (
         lambda e: call(e, [5], [2], attempt="first"),
@@ -105,7 +105,7 @@ AFTER_ONE: dict[str, tuple[Callable[[EpisodeRecorder, Invocation], Any], str]] =
     ),
     "a rewrite of an unknown kind": (
         lambda e, p: call(e, [9], [2], rewrite_kind="magic"),
-        "E-CATEGORY.*rewrite_kind.* got magic",
+        "E-CATEGORY.*rewrite_kind.* got 'magic'",
     ),
     "a fork that shares nothing": (lambda e, p: call(e, [9], [2], relation="fork"), "E-FORK-PREFIX.* no first token"),
     "a retry of another prompt": (lambda e, p: call(e, [5, 7], [2], relation="retry"), "E-RETRY-PROMPT.* at index 1"),

@@ -12,6 +12,7 @@ import pytest
 from helpers_trace import changed, judge, valid
 
 from memopd_trace.rules import RULES
+from memopd_trace.rules.episode import MAX_RANGES
 from memopd_trace.schema import COLUMN
 
 
@@ -33,7 +34,7 @@ def test_a_discontinuity_names_index_cause_and_both_sides(tmp_path: Path) -> Non
     vector = changed("train", (1, {"prompt_ids": [5, 6, 7, 8, 9, 2, 11, 12][1:]}), (2, {"segments": None}))
     (finding,) = judge(vector, tmp_path).findings
     assert finding.code == "E-DISCONTINUITY" and finding.row == 1
-    assert "at index 0; likely truncated_left: the parent's first 1 ids are gone" in finding.message
+    assert "at index 0; likely truncated_left: the parent's first id is gone" in finding.message
     assert finding.expected == "[0:] 5, 6, 7, 8, 9, 2" and finding.actual == "[0:] 6, 7, 8, 9, 2, 11, … (1 more)"
     assert finding.hint and "rewrite" in finding.hint
 
@@ -118,6 +119,50 @@ def test_an_episode_written_twice_in_two_parts_is_a_duplicate(tmp_path: Path) ->
     report = judge(vector, tmp_path)
     assert report.codes == {"E-KEY-DUPLICATE"}
     assert report.findings[0].path.endswith("part-00001.parquet")
+
+
+def two_episodes(order: list[int], length: int = 2, last: dict[str, Any] | None = None) -> dict[str, Any]:
+    """Rows of e0 (numbers below `length`) and e1 (those from it on), in this order; `last` = cells of last rows."""
+    vector = valid("plain")
+    rows = [{**vector["rows"][0], "episode_id": f"e{n // length}", "invocation_index": n % length} for n in order]
+    for row in rows:
+        row.update((last or {}) if row["invocation_index"] == length - 1 else {})
+    return {**vector, "rows": rows}
+
+
+ORDER_KINDS = {  # of the rows (e0,0) (e0,1) (e1,0) (e1,1): their order in the file, and the codes
+    "by descending index": ([1, 3, 0, 2], {"E-INDEX", "E-EPISODE-SPLIT"}),
+    "interleaved": ([0, 2, 1, 3], {"E-EPISODE-SPLIT"}),
+    "an episode again, whole": ([0, 1, 2, 3, 0, 1], {"E-KEY-DUPLICATE"}),
+    "one row again, behind another episode": ([0, 1, 2, 3, 0], {"E-KEY-DUPLICATE"}),
+    "resumed from the row before": ([0, 2, 3, 0, 1], {"E-KEY-DUPLICATE", "E-EPISODE-SPLIT"}),
+}
+
+
+@pytest.mark.parametrize("kind", ORDER_KINDS)
+def test_only_a_key_that_stood_there_is_a_duplicate(kind: str, tmp_path: Path) -> None:
+    order, wanted = ORDER_KINDS[kind]
+    assert judge(two_episodes(order), tmp_path).codes == wanted
+
+
+def test_an_episode_in_very_many_pieces_is_split_and_no_row_a_duplicate(tmp_path: Path) -> None:
+    scattered = [n for index in range(0, 4 * MAX_RANGES, 2) for n in (index, index + 4 * MAX_RANGES)]
+    vector = two_episodes([*scattered, 1], length=4 * MAX_RANGES)
+    report = judge(vector, tmp_path)
+    assert report.codes == {"E-EPISODE-SPLIT"}
+    assert report.errors == len(scattered) + 1 - 2, "each piece but the first of either"
+
+
+def test_half_of_a_split_episode_is_not_blamed_for_what_the_other_half_brings(tmp_path: Path) -> None:
+    asked = {"E-NEEDS-REWARD", "E-NEEDS-END"}
+    ended = {"reward": 1.0, "terminated": True}
+    for order, codes in (([0, 1, 2, 3], set()), ([0, 2, 3, 1], {"E-EPISODE-SPLIT"}), ([0, 2, 3], asked)):
+        for most in (100, 0):  # what is not shown is not counted either
+            vector = two_episodes(order, last=ended)
+            report = judge(vector, tmp_path, "train", select=[*asked, "E-EPISODE-SPLIT"], max_findings=most)
+            assert {r.code for r in report.rules if r.status == "fail"} == codes, report.to_text()
+            assert report.errors == len(codes)
+            assert {f.code for f in report.findings} == (codes if most else set())
 
 
 def test_broken_keys_are_reported_once_and_end_the_judgement_of_the_episode(tmp_path: Path) -> None:

@@ -108,7 +108,10 @@ def test_the_examples_run_as_they_stand(tmp_path: Path) -> None:
     """With a writer, a reader and checks that are another project's own: plain pyarrow."""
     text = testing.__doc__ or ""
     block = text[text.index("    @given") : text.index("`KINDS`")]
-    names: dict[str, Any] = {**vars(testing), **{"given": given, "pytest": pytest, "tempfile": tempfile, "Path": Path}}
+    names: dict[str, Any] = {
+        **vars(testing),
+        **{"given": given, "settings": settings, "pytest": pytest, "tempfile": tempfile, "Path": Path},
+    }
     names |= {
         "assume": assume,
         "validate": validate,
@@ -128,7 +131,7 @@ def test_the_examples_run_as_they_stand(tmp_path: Path) -> None:
     few = settings(max_examples=4, deadline=None)
     few(ours["test_what_we_write_is_valid"])(our_folder=tmp_path)
     few(ours["test_we_read_every_trace"])(our_folder=tmp_path)
-    few(ours["test_we_find_what_is_broken"])(mutation=MUTATIONS[0])
+    ours["test_we_find_what_is_broken"](mutation=MUTATIONS[0])
     few(others["test_what_we_write_is_valid"])()
 
 

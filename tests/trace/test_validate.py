@@ -262,3 +262,20 @@ def test_versions_may_lie_any_distance_apart(tmp_path: Path) -> None:
     assert [f.message for f in report.findings if f.code == "W-KV-STALE"] == [
         f"keys and values are {most - least} versions old"
     ]
+
+
+def test_a_word_that_is_not_known_is_quoted_like_those_that_are(tmp_path: Path) -> None:
+    report = judge(changed("train", (0, {"relation": "Root", "model_id": "null"})), tmp_path)
+    category, model = (next(f for f in report.findings if f.code == c) for c in ("E-CATEGORY", "E-MODEL-UNKNOWN"))
+    assert category.actual == "'Root'" and "'root', " in (category.expected or "") and category.hint
+    assert (model.expected, model.actual) == ("'m'", "'null'") and model.hint
+
+
+def test_a_folder_of_traces_is_told_from_a_trace_that_is_a_folder(tmp_path: Path) -> None:
+    for name in ("empty", "traces"):
+        (tmp_path / name).mkdir()
+    build(valid("plain"), tmp_path / "traces", "one")
+    empty, traces = (validate(tmp_path / name).findings[0] for name in ("empty", "traces"))
+    assert empty.code == traces.code == "E-INCOMPLETE"
+    assert "one trace with a manifest" in (empty.hint or "") and "*" not in (empty.hint or "")
+    assert f"give {tmp_path}/traces/*.parquet" in (traces.hint or "")

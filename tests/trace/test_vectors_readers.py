@@ -138,6 +138,9 @@ def test_the_node_reader_agrees_on_every_value_null_and_digest() -> None:
         seen = {"views": len(views)} if views is not None else {}
         assert results[entry["file"]] == {"file": entry["file"], "verdict": "agrees", "rows": entry["rows"], **seen}
     assert sum(r.get("views", 0) for r in results.values()) >= 5
+    agree, left = len(READABLE), len(ENTRIES) - len(results)
+    total = f"{agree} agree, {len(results) - agree} refused as expected, 0 differ; {left} are for validators\n"
+    assert done.stderr == total
     refused = {r["code"] for r in results.values() if r["verdict"] == "refused"}
     assert refused >= {"E-VERSION-MAJOR", "E-FEATURE-UNKNOWN", "E-META-INVALID", "E-UNREADABLE", "E-INCOMPLETE"}
 
@@ -164,6 +167,21 @@ def test_the_node_check_notices_a_wrong_expectation(place: str, change: Any, tmp
     done = run_node("check.mjs", tmp_path)
     assert done.returncode == 1
     assert re.match(rf"{place} \d: ", json.loads(done.stdout)["detail"])
+
+
+@node
+def test_the_node_programs_say_in_one_line_what_is_wrong(tmp_path: Path) -> None:
+    (tmp_path / "damaged").write_bytes(b"PAR1 and no more PAR1")
+    for arguments, code, message in (
+        (["read.mjs"], 2, "usage: node read.mjs TRACE"),
+        (["read.mjs", tmp_path / "gone"], 3, f"error: E-NO-INPUT: {tmp_path}/gone"),
+        (["read.mjs", tmp_path / "damaged"], 3, "error: "),
+        (["check.mjs", "a", "b"], 2, "usage: node check.mjs"),
+        (["check.mjs", tmp_path], 2, f"error: {tmp_path}: no manifest of vectors: "),
+    ):
+        done = run_node(*arguments)
+        assert (done.returncode, done.stdout, len(done.stderr.splitlines())) == (code, "", 1), done.stderr
+        assert done.stderr.startswith(message)
 
 
 def test_the_readers_share_no_code_with_the_project() -> None:

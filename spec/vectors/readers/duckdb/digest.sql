@@ -3,6 +3,8 @@
 --     .read digest.sql
 --     SELECT * FROM state_digests('trace.parquet');
 --
+-- The digests come in the order of episode and index; `state_digests` of expected/ stand in the order of the rows.
+--
 -- The canonical bytes are put together as hex and hashed as a blob. A column that the file does not have reads as null.
 
 CREATE OR REPLACE MACRO int32_hex(v) AS

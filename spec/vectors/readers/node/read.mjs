@@ -1,6 +1,6 @@
 // A reader of traces and views, written from the specification's texts and schema/*.json alone.
 //
-//     node read.mjs TRACE      prints the rows and their state digests as canonical JSON
+//     node read.mjs TRACE      prints the rows and their state digests as canonical JSON; exit code 3 and one line if not
 //
 // It reads Parquet files, Arrow IPC files and folders; it refuses what the specification says a reader refuses (a
 // `Refusal` with a code) and ignores what it does not know. It does not validate.
@@ -40,6 +40,9 @@ export class Refusal extends Error {
     this.code = code
   }
 }
+
+/** What an error of a library says, without its stack. */
+export const oneLine = error => `${error.name}: ${error.message}`.replace(/\s+/g, ' ')
 
 /** All rows of a trace in canonical form, with their digests and the metadata of the first file. */
 export async function readTrace(path) {
@@ -209,6 +212,16 @@ function split(text) {
 }
 
 if (process.argv[1] && import.meta.url === pathToFileURL(process.argv[1]).href) {
-  const { rows, state_digests } = await readTrace(process.argv[2])
-  console.log(JSON.stringify({ rows, state_digests }))
+  const [path, ...more] = process.argv.slice(2)
+  if (path === undefined || more.length) {
+    console.error('usage: node read.mjs TRACE')
+    process.exit(2)
+  }
+  try {
+    const { rows, state_digests } = await readTrace(path)
+    console.log(JSON.stringify({ rows, state_digests }))
+  } catch (error) {
+    console.error(`error: ${error instanceof Refusal ? error.message : `${path}: ${oneLine(error)}`}`)
+    process.exitCode = 3
+  }
 }
