@@ -91,6 +91,7 @@ class View:
             visible_until=self.visible_until,
             output_slots=self.output_slots,
             media=self.media,
+            routed_experts=None,  # recorded for another sequence
             segments=None,
             parent_index=None,
             relation=None,

@@ -96,7 +96,10 @@ def write_persistent_history(
 
 
 def under_prompt(invocation: Invocation, prompt_ids: IDS) -> Invocation:
-    """The same sampled tokens after another prompt, with default positions and plain visibility."""
+    """The same sampled tokens after another prompt, with default positions and plain visibility.
+
+    Recorded expert routes go with the prompt that they were recorded under.
+    """
     return invocation.replace(
         prompt_ids=prompt_ids,
         segments=None,
@@ -104,6 +107,7 @@ def under_prompt(invocation: Invocation, prompt_ids: IDS) -> Invocation:
         visible_from=None,
         visible_until=None,
         media=None,
+        routed_experts=None,
         parent_index=None,
         relation=None,
         rewrite_kind=None,

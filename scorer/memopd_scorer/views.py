@@ -94,8 +94,8 @@ def _viewed(reader: TraceReader, view: str, views: ViewsReader) -> Iterator[Epis
 
 
 def _of_row(recorded: Invocation, viewed: Invocation) -> Invocation:
-    """A viewed row that keeps the trace row's digest. Its expert routes were recorded for another sequence."""
-    return viewed.replace(state_digest=recorded.compute_digest(), routed_experts=None)
+    """A viewed row that keeps the trace row's digest."""
+    return viewed.replace(state_digest=recorded.compute_digest())
 
 
 def _key(view: View) -> tuple[str, int]:
