@@ -29,6 +29,7 @@ MAX_DECODED = 2 * 2**30  # bytes: the largest page of each column of a row group
 FREE_DECODED, DECODED_PER_BYTE = 2**26, 2**15  # and by its bytes on disk: zstd makes 2^15 of one at most
 FREE_ROWS, ROWS_PER_BYTE = 2**16, 8  # rows of a row group or batch, by its bytes on disk
 FREE_ITEMS, ITEMS_PER_BYTE = 2**25, 4096  # items of all lists of a row group, by its bytes on disk
+FIXED = "FIXED_LEN_BYTE_ARRAY"
 REMOTE_READ = 2**20
 MAX_MANIFEST_BYTES = 16 * 2**20
 MEMORY = 4 * 2**30  # bytes that the command line lets a check take
@@ -40,15 +41,18 @@ def check_parquet(path: Place, file: pq.ParquetFile) -> list[RowGroup]:
     Raises:
         InputError: `E-LIMIT`, or `E-UNREADABLE` for a header that cannot be read.
     """
-    repeated = [file.schema.column(j).max_repetition_level > 0 for j in range(file.metadata.num_columns)]
+    columns = [file.schema.column(j) for j in range(file.metadata.num_columns)]
+    repeated = [column.max_repetition_level > 0 for column in columns]
+    widths = [max(0, column.length) if column.physical_type == FIXED else 0 for column in columns]
     with _headers_of(path) as source:
         try:
             groups = read_groups(source, path.stat().st_size)
             _must_fit(path, [(chunk.start, chunk.stored) for group in groups for chunk in group.chunks if chunk.values])
             for i, group in enumerate(groups):
                 asked = _Asked()
-                for chunk, many in zip(group.chunks, repeated, strict=True):
+                for chunk, many, width in zip(group.chunks, repeated, widths, strict=True):
                     asked.add(chunk, list(read_pages(source, chunk)), many)
+                    asked.decoded += width if chunk.values else 0  # Arrow makes room for a value before it looks
                 asked.check(path, f"row group {i}")
         except InputError:
             raise

@@ -321,6 +321,20 @@ def test_metadata_that_is_deep_or_long(text: str, tmp_path: Path) -> None:
     assert judged(path).codes == {"E-META-INVALID"}
 
 
+def test_a_value_of_fixed_width_that_comes_to_gigabytes(tmp_path: Path) -> None:
+    path = sound(tmp_path, x_key=pa.array([b"aaaa", b"bbbb"], pa.binary(4)))
+    data = path.read_bytes()
+    size = int.from_bytes(data[-8:-4], "little")
+    footer, _ = thrift.decode(data, len(data) - 8 - size)
+    (column,) = (c for c in thrift.get(footer, 2)[1] if thrift.get(c, 4) == b"x_key")
+    thrift.put(column, 2, 2**31 - 1)
+    new = thrift.encode(footer)
+    path.write_bytes(data[: -8 - size] + new + len(new).to_bytes(4, "little") + b"PAR1")
+    report = judged(path)
+    assert report.codes == {"E-LIMIT"} and report.exit_code() == 3
+    assert "bytes of decoded pages: 21474" in report.findings[0].message
+
+
 def test_row_groups_that_share_one_place(tmp_path: Path) -> None:
     """A footer that lists the same bytes two hundred times."""
     data = sound(tmp_path).read_bytes()
