@@ -40,7 +40,8 @@ def model_that_is_not_described(metadata: TraceMetadata, rows: Rows) -> Rows | N
 
 @breaks("E-CATEGORY")
 def unknown_finish_reason(metadata: TraceMetadata, rows: Rows) -> Rows | None:
-    return edit(rows, 0, finish_reason="done")
+    # an empty output is right only beside certain words, so a call that has one would break that clause too
+    return edit(rows, where(rows, lambda row: len(row.output_ids) > 0), finish_reason="done")
 
 
 @breaks("E-CATEGORY")
