@@ -3,8 +3,6 @@
 `memopd_trace.scorefolder` says which files a folder holds, and reads what needs no torch. Continuing a run verifies
 every finished shard against the hash in its name and scores the others. Rows are keyed by (episode_id,
 invocation_index) and carry the trace row's state digest.
-
-Shape legend: M targets of a pack, K chosen ids, D model width.
 """
 
 from __future__ import annotations
@@ -15,19 +13,17 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
-import torch
 from safetensors.torch import load_file, save
 from torch import Tensor
 
 from memopd_scorer.plan import Pack
+from memopd_scorer.shardrows import shard_rows
 from memopd_scorer.signals import Head, Signals
 from memopd_trace.disk import atomic_file
 from memopd_trace.errors import InputError, UsageError
 from memopd_trace.metadata import ScoresMetadata
-from memopd_trace.schema import RECORDED, SCORES_COLUMNS
 from memopd_trace.scorefolder import HEAD, RUN, SHARD_NAME, read_run, shard_fault
 from memopd_trace.storage import MANIFEST
 
@@ -84,7 +80,7 @@ class ScoresWriter:
 
     def write_shard(self, number: int, packs: Iterable[tuple[Pack, Signals]]) -> None:
         """Write one shard: a row for every state of its packs, in plan order."""
-        table = pa.Table.from_batches([_batch(pack, signals, self.metadata) for pack, signals in packs])
+        table = pa.Table.from_batches([shard_rows(pack, signals, self.metadata) for pack, signals in packs])
         table = table.replace_schema_metadata(self.metadata.to_schema_metadata())
         sink = pa.BufferOutputStream()
         with pq.ParquetWriter(
@@ -170,53 +166,6 @@ def iter_shards(
             run, size, tokens = [], 0, 0
     if run:
         yield run
-
-
-def _batch(pack: Pack, signals: Signals, metadata: ScoresMetadata) -> pa.RecordBatch:
-    """One row a state; targets of a state are neighbours in pack order."""
-    counts = np.bincount(pack.target_state_M, minlength=len(pack.states))
-    offsets = pa.array(np.concatenate([[0], np.cumsum(counts)]).astype(np.int32))
-    columns: dict[str, pa.Array] = {
-        "episode_id": pa.array([s.episode_id for s in pack.states], pa.string()),
-        "invocation_index": pa.array([s.invocation_index for s in pack.states], pa.int32()),
-        "state_digest": pa.array([s.digest for s in pack.states], pa.binary(32)),
-        "teacher_id": pa.array([metadata.teacher_id] * len(pack.states)).dictionary_encode(),
-        "view": pa.array([metadata.view] * len(pack.states)).dictionary_encode(),
-        "output_index": _lists(offsets, pa.array(pack.target_output_M, pa.int32())),
-        "logprob": _lists(offsets, pa.array(signals.logprob_M)),
-        "logsumexp": _lists(offsets, pa.array(signals.logsumexp_M)),
-        "entropy": _lists(offsets, pa.array(signals.entropy_M)),
-    }
-    if metadata.view != RECORDED:
-        columns["view_digest"] = pa.array([s.view_digest for s in pack.states], pa.binary(32))
-    if signals.topk_ids_MK is not None:
-        assert signals.topk_logprobs_MK is not None
-        columns["topk_ids"] = _lists(offsets, _inner(signals.topk_ids_MK))
-        columns["topk_logprobs"] = _lists(offsets, _inner(signals.topk_logprobs_MK))
-        columns["tail_logprob"] = _lists(offsets, pa.array(signals.tail_logprob_M))
-    if signals.hidden_MD is not None:
-        columns["hidden"] = _lists(offsets, _hidden_to_arrow(signals.hidden_MD))
-    if signals.logits_MV is not None:
-        columns["logits"] = _lists(offsets, _inner(signals.logits_MV))
-    return pa.RecordBatch.from_pydict({c.name: columns[c.name] for c in SCORES_COLUMNS if c.name in columns})
-
-
-def _lists(offsets: pa.Array, values: pa.Array) -> pa.Array:
-    return pa.ListArray.from_arrays(offsets, values)
-
-
-def _inner(values_MK: np.ndarray) -> pa.Array:
-    rows, width = values_MK.shape
-    offsets = pa.array(np.arange(rows + 1, dtype=np.int32) * width)
-    return pa.ListArray.from_arrays(offsets, pa.array(values_MK.reshape(-1)))
-
-
-def _hidden_to_arrow(hidden_MD: Tensor) -> pa.Array:
-    width = hidden_MD.shape[1]
-    flat = hidden_MD.contiguous().reshape(-1)
-    if flat.dtype == torch.bfloat16:
-        flat = flat.view(torch.uint16)
-    return pa.FixedSizeListArray.from_arrays(pa.array(flat.numpy()), width)
 
 
 def _head_tensors(head: Head) -> dict[str, Tensor]:

@@ -301,7 +301,7 @@ def test_shards_whose_boundaries_are_not_the_plans_are_scored_again(toy: tuple[P
     score(trace, teacher, tmp_path / "s", **options)  # type: ignore[arg-type]
     expected = rows_of(tmp_path / "s")
     with pytest.MonkeyPatch.context() as patch:  # another release, which fills shards in another way
-        patch.setattr("memopd_scorer.scoring.bytes_per_target", lambda *a, **k: 9)
+        patch.setattr("memopd_scorer.run.bytes_per_target", lambda *a, **k: 9)
         with pytest.raises(InputError, match="E-SCORES-DAMAGED.*not those of the plan"):
             score(trace, teacher, tmp_path / "s", **options)  # type: ignore[arg-type]
         score(trace, teacher, tmp_path / "s", repair=True, **options)  # type: ignore[arg-type]
