@@ -9,7 +9,6 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Callable, Sequence
 from importlib.util import find_spec
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -31,7 +30,6 @@ from memopd_trace.rules.joined import (
     ScoresContext,
     ViewBatch,
     ViewsContext,
-    signal_columns,
 )
 from memopd_trace.rules.registry import Hit, Phase, Rule
 from memopd_trace.rules.rowindex import RowIndex, keys_of
@@ -41,7 +39,13 @@ from memopd_trace.scorefolder import HEAD, ScoresFolder, open_scores, shard_faul
 from memopd_trace.viewfile import ViewsReader
 
 PLAIN_COLUMNS = [c for c in SCORES_COLUMNS if c.name != "hidden"]  # its type is the run's, see `_states_misfit`
-STATE_VALUES = {"float64": pa.float64(), "float32": pa.float32(), "float16": pa.float16(), "bfloat16": pa.uint16()}
+STATE_VALUES = {
+    "float64": pa.float64(),
+    "float32": pa.float32(),
+    "float16": pa.float16(),
+    "bfloat16": pa.uint16(),
+    "int8": pa.int8(),
+}
 
 
 class JoinedCheck:
@@ -53,12 +57,12 @@ class JoinedCheck:
         for rule in rules:
             self.rules.setdefault(rule.phase, []).append(rule)
 
-    def run(self, views: Path | None, scores: Sequence[Path]) -> tuple[InputSummary, ...]:
+    def run(self, views: Place | None, scores: Sequence[Place]) -> tuple[InputSummary, ...]:
         """Check a views file and scores folders; what they come to is in the log."""
         with np.errstate(all="ignore"):  # of NaN and infinity the rules speak
             return self._run(views, scores)
 
-    def _run(self, views: Path | None, scores: Sequence[Path]) -> tuple[InputSummary, ...]:
+    def _run(self, views: Place | None, scores: Sequence[Place]) -> tuple[InputSummary, ...]:
         summaries = []
         folders: list[tuple[InputSummary, ScoresFolder | None]] = []
         for path in scores:
@@ -77,11 +81,11 @@ class JoinedCheck:
                 earlier.append(self._scores(folder, summary, found, earlier, len(folders) > 1))
         return tuple(summaries)
 
-    def _open(self, summary: InputSummary, make: Callable[[Path], Any], path: Path) -> Any:
+    def _open(self, summary: InputSummary, make: Callable[[Place], Any], path: Place) -> Any:
         try:
             return make(path)
         except InputError as error:
-            summary.refused = self.log.refuse(Path(summary.path), error)
+            summary.refused = self.log.refuse(path, error)
             self._explain(summary.kind, f"the {summary.kind} were refused")
             return None
 
@@ -150,7 +154,7 @@ class JoinedCheck:
         self._explain("scores", "the scores hold no row that could be judged")
         return file
 
-    def _shard(self, file: ScoresContext, path: Path, tracker: _Tracker, summary: InputSummary) -> None:
+    def _shard(self, file: ScoresContext, path: Place, tracker: _Tracker, summary: InputSummary) -> None:
         fault = shard_fault(path, file.run)
         if fault is not None:
             file.faults[path] = fault
@@ -170,7 +174,7 @@ class JoinedCheck:
         file.rows[path] = rows
 
     def _scores_batch(
-        self, file: ScoresContext, table: pa.RecordBatch, path: Path, base: int, tracker: _Tracker
+        self, file: ScoresContext, table: pa.RecordBatch, path: Place, base: int, tracker: _Tracker
     ) -> None:
         at, repeated, backwards = tracker.mark(table, [""] * table.num_rows)
         row = base + np.arange(table.num_rows)
@@ -187,7 +191,7 @@ class JoinedCheck:
 
     # rules
 
-    def _fitting(self, phase: Phase, batch: Any, path: Path) -> Any:
+    def _fitting(self, phase: Phase, batch: Any, path: Place) -> Any:
         """The rows that pass the shape rules, whichever were chosen, and whose trace row can be judged."""
         for rule in (r for r in RULES.values() if r.phase == phase):
             assert rule.check is not None
@@ -202,7 +206,7 @@ class JoinedCheck:
                 batch = batch.keep(batch.known["sound"])
         return batch
 
-    def _batch_rules(self, phase: Phase, batch: Any, path: Path) -> None:
+    def _batch_rules(self, phase: Phase, batch: Any, path: Place) -> None:
         for rule in self.rules.get(phase, ()):
             reason = rule.unless(batch) if rule.unless else None
             if reason is not None:
@@ -225,7 +229,7 @@ class JoinedCheck:
                 path, row = where(hit)
                 self.log.add(rule, path, hit, row, (None, None))
 
-    def _batch_hit(self, rule: Rule, path: Path, batch: JoinedBatch, hit: Hit) -> None:
+    def _batch_hit(self, rule: Rule, path: Place, batch: JoinedBatch, hit: Hit) -> None:
         assert hit.row is not None, rule.code
         key = batch.text("episode_id", hit.row), batch.column("invocation_index")[hit.row].as_py()
         self.log.add(rule, path, hit, int(batch.row[hit.row]), key)
@@ -305,7 +309,7 @@ def _without_head(file: ScoresContext) -> str | None:
         return "the head is missing"
     if find_spec("torch") is None or find_spec("safetensors") is None:
         return "needs the extra 'score': pip install 'memopd-trace[score]'"
-    from memopd_scorer.store import head_is_whole
+    from memopd_scorer.headfile import head_is_whole
 
     if not head_is_whole(path, file.run):
         file.faults[path] = "not the head that the scores were made with"
@@ -316,7 +320,7 @@ def _without_head(file: ScoresContext) -> str | None:
 def _conform_scores(raw: pa.RecordBatch, file: ScoresContext) -> tuple[pa.RecordBatch, list[Misfit]]:
     """The batch with every declared column, and what does not fit the table or the run."""
     table, misfits = conform_batch(raw, PLAIN_COLUMNS)
-    for name in signal_columns(file.run):
+    for name in file.run.signal_columns:
         if name not in raw.schema.names:
             misfits.append(
                 Misfit(name, "missing", "the run's signals " + ", ".join(file.run.signals), "no such column")
@@ -330,8 +334,8 @@ def _conform_scores(raw: pa.RecordBatch, file: ScoresContext) -> tuple[pa.Record
 
 
 def _states(column: pa.Array, file: ScoresContext) -> tuple[pa.Array, Misfit | None]:
-    """The states as they are, if they are lists of the run's dtype and width."""
-    width, value = file.run.teacher.head.width, STATE_VALUES[file.run.hidden_dtype or ""]
+    """The states as they are, if they are lists of the run's type and width."""
+    width, value = file.run.teacher.head.width, STATE_VALUES[file.run.hidden_type or ""]
     kind = column.type
     fits = (pa.types.is_list(kind) or pa.types.is_large_list(kind)) and pa.types.is_fixed_size_list(kind.value_type)
     fits = fits and kind.value_type.list_size == width and kind.value_type.value_type == value

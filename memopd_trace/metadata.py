@@ -15,11 +15,14 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationErr
 
 from memopd_trace.errors import InputError
 from memopd_trace.schema import FEATURES, SPEC_VERSION, Table
+from memopd_trace.tiers import scales_of
 
 KEY = b"memopd_trace"
 VIEWS_KEY = b"memopd_trace_views"
 SCORES_KEY = b"memopd_trace_scores"
 MAX_METADATA_BYTES = 16 * 2**20
+SAMPLED_COLUMNS = ("logprob", "logsumexp", "entropy")
+TIER_COLUMNS = ("hidden_scale", "hidden_logsumexp", "hidden_kl")
 
 Id = Annotated[int, Field(ge=-(2**31), lt=2**31)]  # what an int32 column can hold; rules say what is no id
 Count = Annotated[int, Field(ge=0, le=2**15)]  # of layers or experts: expert ids are int16
@@ -100,12 +103,20 @@ class Gap(_Model):
     detail: str | None = None
 
 
+class Input(_Model):
+    """A file that a converted trace was made from; of very many, one entry for all."""
+
+    name: str
+    sha256: str
+
+
 class Source(_Model):
     """The log a converted trace was made from."""
 
     format: str
     version: str | None = None
     converter: str | None = None
+    inputs: list[Input] = []
     gaps: list[Gap] = []
 
 
@@ -258,12 +269,23 @@ class TeacherInfo(_Model):
     head: HeadInfo
 
 
+class StudentInfo(_Model):
+    """Whose most probable ids were scored, in which precision."""
+
+    name: str
+    dtype: str
+    weights_digest: str
+    config_digest: str
+
+
 class ScoresMetadata(_Model):
     """Metadata of a scores folder: everything that two runs must agree on to continue each other.
 
-    `plan_digest` covers the trace's states, the layout and the pack budget. `hidden_dtype` is `None` where no
-    states are stored. `temperature` is the teacher's; `topk_source` says whose k ids `topk_ids` are. `tolerance` is
-    how far, in nats, a reader's `logsumexp` and `logprob` from (state, head) may be off.
+    `plan_digest` covers the trace's states, the layout and the pack budget. `attention` names what computed them,
+    `flash+sdpa` where sdpa ran the packs with recorded visibility and flash the others. `hidden_dtype` is that of the
+    teacher's states, `None` where none are stored; `hidden_tier` says how they are (`memopd_trace.tiers`).
+    `temperature` is the teacher's; `topk_source` says whose k ids `topk_ids` are, and `student` who that is, if not the
+    teacher. `tolerance` is how far, in nats, a reader's `logsumexp` and `logprob` from (state, head) may be off.
     """
 
     spec_version: Version = SPEC_VERSION
@@ -274,8 +296,10 @@ class ScoresMetadata(_Model):
     signals: list[str]
     topk: int | None = Field(gt=0, lt=2**31)
     topk_source: str | None
+    student: StudentInfo | None = None
     temperature: float = Field(1.0, gt=0, allow_inf_nan=False)
     hidden_dtype: str | None
+    hidden_tier: str = "exact"
     layout: str
     attention: str
     max_tokens: int
@@ -283,6 +307,24 @@ class ScoresMetadata(_Model):
     shard_tokens: int
     plan_digest: str
     tolerance: float = Field(1e-3, gt=0, allow_inf_nan=False)
+
+    @property
+    def hidden_type(self) -> str | None:
+        """What the items of a stored state are: of the teacher's dtype, or the codes of a tier."""
+        return self.hidden_dtype if self.hidden_tier == "exact" else self.hidden_tier
+
+    @property
+    def signal_columns(self) -> tuple[str, ...]:
+        """The columns that hold the signals of the run, a list by target each."""
+        hidden = ("hidden",) if self.hidden_tier == "exact" else ("hidden", *TIER_COLUMNS)
+        more = {"topk": ("topk_ids", "topk_logprobs", "tail_logprob"), "hidden": hidden, "full": ("logits",)}
+        return (*SAMPLED_COLUMNS, *(name for signal in more if signal in self.signals for name in more[signal]))
+
+    def width_of(self, column: str) -> int | None:
+        """How many values a target has in a column of lists of lists; `None` in one of plain lists."""
+        head = self.teacher.head
+        widths = {"hidden": head.width, "hidden_scale": scales_of(self.hidden_tier, head.width), "logits": head.size}
+        return self.topk or 0 if column in ("topk_ids", "topk_logprobs") else widths.get(column)
 
     def to_schema_metadata(self) -> dict[bytes, bytes]:
         """The Arrow schema metadata that carries this object."""

@@ -384,9 +384,29 @@ SCORES_COLUMNS: tuple[Column, ...] = (
     Column(
         "hidden",
         _list(pa.list_(pa.float32(), 1)),
-        "The exact input of the teacher's output head: list<fixed_size_list<T>[D]>, T = float32, float16, or "
-        "uint16 holding bfloat16 bits; T and D are in the metadata.",
+        "The input of the teacher's output head: list<fixed_size_list<T>[D]>, T = float32, float64, float16, uint16 "
+        "holding bfloat16 bits, or int8; D, and with the tier T, are in the metadata.",
         "signal",
+    ),
+    Column(
+        "hidden_scale",
+        _list(_list(pa.float32())),
+        "What the items of `hidden` are times, in a tier that is not `exact`.",
+        "signal",
+    ),
+    Column(
+        "hidden_logsumexp",
+        _list(pa.float32()),
+        "log sum exp of the logits that the state rebuilt from `hidden` and its scales gives.",
+        "signal",
+        unit="nats",
+    ),
+    Column(
+        "hidden_kl",
+        _list(pa.float32()),
+        "KL divergence of the rebuilt state's distribution from the one that was scored, as measured.",
+        "signal",
+        unit="nats",
     ),
     Column("logits", _list(_list(pa.float32())), "Signal `full`: logits of the real ids.", "signal"),
 )

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -20,17 +19,18 @@ from memopd_trace.conform import Misfit, iter_list_values
 from memopd_trace.digest import state_digest
 from memopd_trace.invocation import read_column
 from memopd_trace.metadata import ScoresMetadata, ViewsMetadata
+from memopd_trace.places import Place
 from memopd_trace.rules.batch import Array, Batch, Bools, Ints
 from memopd_trace.rules.registry import Hit
 from memopd_trace.rules.rowindex import RowIndex, digest_cells, digest_hex
 from memopd_trace.rules.state import DIGESTED
 from memopd_trace.schema import COLUMN, RECORDED
 from memopd_trace.scorefolder import HEAD, ScoresFolder
+from memopd_trace.tiers import rebuild
 
 LAGS = (-1, 0, 1)
 CHUNK = 2**20  # tokens compared at once
 EXCUSED = 2**30  # more tokens than a row has
-SCALARS = ("logprob", "logsumexp", "entropy")
 
 
 @dataclass(slots=True)
@@ -40,7 +40,7 @@ class ViewsContext:
     `digests` maps a view to S32[rows of the index], the digest of each viewed sequence (empty = no such row).
     """
 
-    path: Path
+    path: Place
     metadata: ViewsMetadata
     index: RowIndex
     wanted: frozenset[str] = frozenset()  # views whose digests are needed whether rows give them or not
@@ -69,9 +69,9 @@ class ScoresContext:
     index: RowIndex
     views: ViewsContext | None
     covered: NDArray[np.int32]
-    faults: dict[Path, str] = field(default_factory=dict)
-    misfits: dict[Path, list[Misfit]] = field(default_factory=dict)
-    rows: dict[Path, int] = field(default_factory=dict)
+    faults: dict[Place, str] = field(default_factory=dict)
+    misfits: dict[Place, list[Misfit]] = field(default_factory=dict)
+    rows: dict[Place, int] = field(default_factory=dict)
     models: set[int] = field(default_factory=set)
     tempered: bool = False
     lags: NDArray[np.float64] = field(default_factory=lambda: np.zeros((len(LAGS), 2)))
@@ -80,7 +80,7 @@ class ScoresContext:
     headless: str | None = None
     _head: Any = None
 
-    def differences(self, half: float) -> Iterator[tuple[Path, float, int]]:
+    def differences(self, half: float) -> Iterator[tuple[Place, float, int]]:
         """(folder, largest difference in nats, tokens beyond the limit) of each earlier folder that disagrees."""
         for other, logprobs in self.others:
             limit = max(self.run.tolerance, other.metadata.tolerance)
@@ -101,7 +101,7 @@ class ScoresContext:
     def head(self) -> Any:
         """The stored output head (`memopd_scorer.signals.Head`), unchecked; needs the extra `score`."""
         if self._head is None:
-            from memopd_scorer.store import load_head
+            from memopd_scorer.headfile import load_head
 
             self._head = load_head(self.folder.path / HEAD, self.run)
         return self._head
@@ -220,13 +220,17 @@ class ScoreBatch(JoinedBatch):
         offsets, inner = iter_list_values(self.column(name))
         wrong = np.zeros(len(self), bool)
         if pa.types.is_list(inner.type):  # a fixed-size list has its width in its type
-            bad = np.diff(iter_list_values(inner)[0]) != width_of(name, self.run)
+            bad = np.diff(iter_list_values(inner)[0]) != self.run.width_of(name)
             wrong[np.repeat(np.arange(len(self)), np.diff(offsets))[bad]] = True
         return wrong
 
-    def states(self) -> Array:
-        """[M, D] of float; bfloat16 comes as float32."""
-        values = self.matrix("hidden")
+    def states(self, chosen: Bools | None = None) -> Array:
+        """[M, D] of float, or of the `chosen` targets [M] alone; bfloat16 and what is rebuilt from a tier's codes come
+        as float32."""
+        which = slice(None) if chosen is None else chosen
+        values = self.matrix("hidden")[which]
+        if self.run.hidden_tier != "exact":
+            return rebuild(values, self.matrix("hidden_scale")[which], self.run.hidden_tier)
         if self.run.hidden_dtype == "bfloat16":
             return (values.astype(np.uint32) << 16).view(np.float32)
         return values
@@ -235,9 +239,7 @@ class ScoreBatch(JoinedBatch):
         """(logsumexp, logprob) of chosen targets [M] from state and head, float64; needs the extra `score`."""
         import torch
 
-        states = torch.from_numpy(np.array(self.matrix("hidden")[chosen]))
-        if self.run.hidden_dtype == "bfloat16":
-            states = states.view(torch.bfloat16)
+        states = torch.from_numpy(self.states(chosen))  # a head takes bfloat16 as float32 all the same
         logits = self.context.head().logits(states).double() / self.run.temperature
         logsumexp = logits.logsumexp(-1)
         ids = torch.from_numpy(self.sampled_ids[chosen].clip(max=self.size - 1))
@@ -246,7 +248,7 @@ class ScoreBatch(JoinedBatch):
     def matrix(self, name: str) -> Array:
         """A list of lists' values, [M, K] or [M, V] or [M, D]; the widths are equal in rows whose shape was checked."""
         inner = iter_list_values(self.column(name))[1]
-        width = width_of(name, self.run)
+        width = self.run.width_of(name)
         flat: Array = inner.flatten().to_numpy(zero_copy_only=False)
         return flat.reshape(-1, width) if width else flat.reshape(len(inner), 0)
 
@@ -257,10 +259,10 @@ class ScoreBatch(JoinedBatch):
 
     def each_signal(self) -> Iterator[tuple[str, Array]]:
         """The float signals that the run has, [M] or [M, width] each."""
-        for name in signal_columns(self.run):
-            if name in (*SCALARS, "tail_logprob"):
+        for name in self.run.signal_columns:
+            if self.run.width_of(name) is None:
                 yield name, self.vector(name)
-            elif name in ("topk_logprobs", "logits"):
+            elif name not in ("topk_ids", "hidden"):
                 yield name, self.matrix(name)
 
     def target_hits(self, bad: Array, column: str, what: str, *, expected: str | None = None) -> Iterator[Hit]:
@@ -277,14 +279,3 @@ def misfit_hit(misfit: Misfit, where: str = "") -> Hit:
     """A column that is missing, does not fit its type or holds a null, as a hit of the whole file."""
     what = {"missing": "is missing", "null": "is null in a row"}.get(misfit.kind, "does not fit its type")
     return Hit(None, f"{where}column '{misfit.column}' {what}", misfit.column, misfit.expected, misfit.actual)
-
-
-def signal_columns(run: ScoresMetadata) -> tuple[str, ...]:
-    """The columns that hold the signals of a run."""
-    more = {"topk": ("topk_ids", "topk_logprobs", "tail_logprob"), "hidden": ("hidden",), "full": ("logits",)}
-    return (*SCALARS, *(name for signal in more if signal in run.signals for name in more[signal]))
-
-
-def width_of(name: str, run: ScoresMetadata) -> int:
-    """How many values a target has in a column of lists."""
-    return {"hidden": run.teacher.head.width, "logits": run.teacher.head.size}.get(name, run.topk or 0)

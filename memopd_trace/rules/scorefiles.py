@@ -11,12 +11,14 @@ from memopd_trace.places import Place
 from memopd_trace.rules.joined import LAGS, ScoresContext, misfit_hit
 from memopd_trace.rules.registry import Hit, rule
 from memopd_trace.schema import RECORDED
-from memopd_trace.scorefolder import RUN, SHARD_NAME
+from memopd_trace.scorefolder import RUN, SHARD_NAME, measured_kl
 from memopd_trace.storage import MANIFEST
+from memopd_trace.tiers import TIERS
 
 SIGNALS = ("sampled", "topk", "hidden", "full")
 SOURCES = ("teacher", "student")
 STATE_TYPES = ("float64", "float32", "float16", "bfloat16")
+KL_ROUNDING = 1e-6  # of a mean, by the order of its sum
 HALF_NATS = 1.0  # what half precision may move one log-probability by, from one layout to another
 
 
@@ -24,8 +26,8 @@ HALF_NATS = 1.0  # what half precision may move one log-probability by, from one
     "E-SCORES-META",
     "a run's metadata contradicts itself",
     phase="scores-file",
-    clause="`topk`, `topk_source` and `hidden_dtype` MUST be given if and only if the signal is; `topk` and the head's "
-    "`vocab_size` MUST fit its `size`.",
+    clause="`topk`, `topk_source` and `hidden_dtype` MUST be given if and only if the signal is, `student` if and only "
+    "if it chose the ids; a `hidden_tier` MUST have states; `topk` and the head's `vocab_size` MUST fit its `size`.",
     wants="scores",
     hint="run.json was edited, or written by a faulty scorer; score again",
 )
@@ -35,7 +37,9 @@ def meta(file: ScoresContext) -> Iterator[Hit]:
         "signals": all(s in SIGNALS for s in run.signals),
         "topk": (run.topk is not None) == ("topk" in run.signals) and (run.topk or 1) <= head.size,
         "topk_source": run.topk_source in (SOURCES if "topk" in run.signals else (None,)),
+        "student": (run.student is not None) == (run.topk_source == "student"),
         "hidden_dtype": run.hidden_dtype in (STATE_TYPES if "hidden" in run.signals else (None,)),
+        "hidden_tier": run.hidden_tier in (TIERS if "hidden" in run.signals else ("exact",)),
         "teacher.head.size": head.size <= head.vocab_size,
     }
     for name, holds in facts.items():
@@ -73,9 +77,10 @@ def column(file: ScoresContext) -> Iterator[Hit]:
 
 @rule(
     "E-SCORES-MANIFEST",
-    "the scores' manifest counts other rows",
+    "the scores' manifest counts other rows, or sums up another divergence",
     phase="scores-file",
-    clause="The manifest's `rows` MUST be the number of rows, for each shard and in total.",
+    clause="The manifest's `rows` MUST be the number of rows, for each shard and in total, and its `hidden_kl` the "
+    "mean and the largest of the column.",
     wants="scores",
     hint="a shard was replaced after the manifest was written; run the same `memopd-trace score` again",
 )
@@ -84,9 +89,21 @@ def manifest(file: ScoresContext) -> Iterator[Hit]:
         rows = file.rows.get(path)
         if rows is not None and part.get("rows") != rows:
             yield Hit(None, f"{MANIFEST} states other rows for '{path.name}'", None, str(part.get("rows")), str(rows))
+    if len(file.rows) < len(file.folder.files):
+        return
     total, stated = sum(file.rows.values()), file.folder.manifest.get("rows")
-    if len(file.rows) == len(file.folder.files) and stated != total:
+    if stated != total:
         yield Hit(None, f"{MANIFEST} states other rows in all", None, str(stated), str(total))
+    if file.run.hidden_tier != "exact":
+        yield from _other_kl(file.folder.manifest.get("hidden_kl"), measured_kl(file.folder.files))
+
+
+def _other_kl(stated: object, measured: dict[str, float] | None) -> Iterator[Hit]:
+    for name, value in (measured or {}).items():
+        there = stated.get(name) if isinstance(stated, dict) else None
+        fits = isinstance(there, int | float) and abs(there - value) <= KL_ROUNDING * abs(value)
+        if not fits and np.isfinite(value):  # of a value that is not, another rule speaks
+            yield Hit(None, f"{MANIFEST} states another {name} divergence", "hidden_kl", str(value), str(there))
 
 
 @rule(
@@ -99,9 +116,9 @@ def manifest(file: ScoresContext) -> Iterator[Hit]:
 )
 def stray(file: ScoresContext) -> Iterator[Hit]:
     listed = {path.name for path in file.folder.files}
-    for path in sorted(file.folder.path.iterdir()):
-        if SHARD_NAME.fullmatch(path.name) and path.name not in listed:
-            yield Hit(None, f"'{path.name}' is not listed in {MANIFEST}")
+    for name in sorted(path.name for path in file.folder.path.iterdir()):
+        if SHARD_NAME.fullmatch(name) and name not in listed:
+            yield Hit(None, f"'{name}' is not listed in {MANIFEST}")
 
 
 @rule(

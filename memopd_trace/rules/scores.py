@@ -9,9 +9,10 @@ import numpy as np
 
 from memopd_trace.rules.batch import Array, Bools
 from memopd_trace.rules.behaviour import ROUNDING, SENTINEL
-from memopd_trace.rules.joined import ScoreBatch, signal_columns, width_of
+from memopd_trace.rules.joined import ScoreBatch
 from memopd_trace.rules.registry import Hit, rule
 from memopd_trace.rules.rowindex import digest_cells, digest_hex
+from memopd_trace.tiers import least_kl
 
 KEY = ("episode_id", "invocation_index")
 MASS = 1e-3  # nats by which the mass of a whole distribution may differ from 1 in float32
@@ -79,19 +80,19 @@ def same_run(b: ScoreBatch) -> Iterator[Hit]:
     phase="scores-shape",
     clause="Every signal list MUST have one item for each item of `output_index`, as wide as the metadata says.",
     columns=("output_index", "logprob", "logsumexp", "entropy", "topk_ids", "topk_logprobs", "tail_logprob", "hidden",
-             "logits"),
+             "hidden_scale", "hidden_logsumexp", "hidden_kl", "logits"),
     wants="scores",
     hint="trimming one list and not the others gives each token its neighbour's score",
 )  # fmt: skip
 def length(b: ScoreBatch) -> Iterator[Hit]:
     targets = b.output_lengths
-    for name in signal_columns(b.run):
+    for name in b.run.signal_columns:
         lengths = b.list_lengths(name)
         for at in np.flatnonzero(lengths != targets):
             have, want = ("no list" if lengths[at] < 0 else f"{lengths[at]} items"), f"{targets[at]} items"
             yield Hit(int(at), f"{name} has {have} for {targets[at]} targets", name, want, have)
         for at in np.flatnonzero(b.wrong_width(name) & (lengths == targets)):
-            yield Hit(int(at), f"a list of {name} has another width", name, f"{width_of(name, b.run)} items")
+            yield Hit(int(at), f"a list of {name} has another width", name, f"{b.run.width_of(name)} items")
 
 
 @rule(
@@ -118,10 +119,11 @@ def index(b: ScoreBatch) -> Iterator[Hit]:
     "a stored score is NaN or infinite",
     phase="scores",
     clause="A score MUST be finite, but for -inf where `topk_logprobs`, `tail_logprob` or `logits` say probability 0.",
-    columns=("logprob", "logsumexp", "entropy", "topk_logprobs", "tail_logprob", "hidden", "logits"),
+    columns=("logprob", "logsumexp", "entropy", "topk_logprobs", "tail_logprob", "hidden", "hidden_scale",
+             "hidden_logsumexp", "hidden_kl", "logits"),
     wants="scores",
     hint="a target without a score is left out of output_index, never filled",
-)
+)  # fmt: skip
 def nonfinite(b: ScoreBatch) -> Iterator[Hit]:
     for name, values in b.each_signal():
         zero_fits = name in ("topk_logprobs", "tail_logprob", "logits")
@@ -278,6 +280,21 @@ def logits(b: ScoreBatch) -> Iterator[Hit]:
     yield from b.output_hits(bad, "logsumexp", "is not that of the logits", stored)
 
 
+@rule(
+    "E-SCORES-TIER",
+    "a scale or an error that no stored state has",
+    phase="scores",
+    clause="`hidden_scale` MUST be above 0, and `hidden_kl` MUST NOT be below 0.",
+    columns=("hidden_scale", "hidden_kl"),
+    wants="scores",
+    unless=lambda b: "the states are exact" if b.run.hidden_tier == "exact" else None,
+    hint="a scale of 0 makes every state alike; a divergence is never negative",
+)
+def tier(b: ScoreBatch) -> Iterator[Hit]:
+    yield from b.target_hits(b.matrix("hidden_scale") <= 0, "hidden_scale", "is no scale", expected="above 0")
+    yield from b.target_hits(b.vector("hidden_kl") < 0, "hidden_kl", "is no divergence", expected="at least 0")
+
+
 def _no_check(b: ScoreBatch) -> str | None:
     if b.run.hidden_dtype is None:
         return "the scores hold no states"
@@ -288,8 +305,9 @@ def _no_check(b: ScoreBatch) -> str | None:
     "E-SCORES-CHECK",
     "scores do not follow from their states and head",
     phase="scores",
-    clause="`logsumexp` and `logprob` MUST be what state and head give, to the run's `tolerance`.",
-    columns=("logsumexp", "logprob", "hidden"),
+    clause="`logsumexp` and `logprob` MUST be what state and head give, to the run's `tolerance`; of rebuilt states, "
+    "`hidden_logsumexp` MUST be, and `logprob` MUST be within `hidden_kl`.",
+    columns=("logsumexp", "logprob", "hidden", "hidden_scale", "hidden_logsumexp", "hidden_kl"),
     wants="scores",
     unless=_no_check,
     hint="these scores are not of this head and these states; score again",
@@ -302,10 +320,22 @@ def check(b: ScoreBatch) -> Iterator[Hit]:
     if not chosen.any():
         return
     logsumexp, logprob = b.from_states(chosen)
-    for name, actual in (("logsumexp", logsumexp), ("logprob", logprob)):
-        error = np.zeros(len(chosen))
-        error[chosen] = np.abs(actual - b.vector(name)[chosen])
-        yield from b.output_hits(~(error <= b.run.tolerance), name, "is off by nats", error)
+    stored, tolerance = b.vector("logprob")[chosen], b.run.tolerance
+    name = "logsumexp" if b.run.hidden_tier == "exact" else "hidden_logsumexp"
+    yield from _off(b, chosen, name, np.abs(logsumexp - b.vector(name)[chosen]), tolerance)
+    if b.run.hidden_tier == "exact":
+        yield from _off(b, chosen, "logprob", np.abs(logprob - stored), tolerance)
+    else:
+        most = np.maximum(b.vector("hidden_kl")[chosen], 0)
+        yield from _off(b, chosen, "hidden_kl", least_kl(stored, logprob, tolerance), most)
+
+
+def _off(b: ScoreBatch, chosen: Bools, name: str, nats: Array, limit: Array | float) -> Iterator[Hit]:
+    """Rows with a chosen target that is off by more nats than the limit."""
+    error, bad = np.zeros(len(chosen)), np.zeros(len(chosen), bool)
+    error[chosen], bad[chosen] = nats, ~(nats <= limit)
+    what = "is less than logprob and rebuilt state differ by, nats" if name == "hidden_kl" else "is off by nats"
+    yield from b.output_hits(bad, name, what, error)
 
 
 @rule(

@@ -1,31 +1,30 @@
 """Reading scores: rows by invocation, the teacher's head, and the whole vocabulary rebuilt from both.
 
-Nothing is believed: shards are checked against the hash in their name, the head against its digest, and a few rows
-against (state, head) on opening.
+Nothing is believed: shards are checked against the hash in their name, the head against its digest, a few rows against
+(state, head) on opening, and every row whose vocabulary is rebuilt while it is.
 
-Shape legend: M targets of a row, K chosen ids, D model width.
+Shape legend: M targets of a row, K chosen ids, D model width, V vocabulary (real ids), B scales of a state.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
-from pathlib import Path
+from dataclasses import dataclass, fields
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
 import torch
 from torch import Tensor
 
+from memopd_scorer.headfile import head_is_whole, load_head
 from memopd_scorer.signals import Head
-from memopd_scorer.store import head_is_whole, load_head
 from memopd_trace.conform import iter_list_values
-from memopd_trace.errors import InputError, UsageError
+from memopd_trace.errors import InputError, UsageError, printable
 from memopd_trace.metadata import ScoresMetadata
-from memopd_trace.scorefolder import HEAD, read_run, shard_fault
+from memopd_trace.places import PathLike, Place, place
+from memopd_trace.scorefolder import HEAD, open_shard, read_run, shard_fault
 from memopd_trace.storage import read_manifest
+from memopd_trace.tiers import TIERS, least_kl, rebuild
 
 SELF_CHECK_ROWS = 8
 
@@ -44,8 +43,13 @@ class ScoreRow:
     topk_ids: np.ndarray | None  # int32 [M, K]
     topk_logprobs: np.ndarray | None  # float32 [M, K], nats
     tail_logprob: np.ndarray | None  # float32 [M], nats
-    hidden: Tensor | None  # [M, D] in the teacher's dtype
+    hidden: Tensor | None  # [M, D] in the teacher's dtype; rebuilt in float32 where the tier is not `exact`
+    hidden_logsumexp: np.ndarray | None  # float32 [M], of the rebuilt states; `None` where they are exact
+    hidden_kl: np.ndarray | None  # float32 [M] nats, KL(scored || rebuilt); likewise
     logits: np.ndarray | None  # float32 [M, size]
+
+
+ROW_ARRAYS = tuple(f.name for f in fields(ScoreRow))[3:]
 
 
 class ScoresReader:
@@ -57,13 +61,20 @@ class ScoresReader:
         InputError: `E-NO-INPUT`, `E-INCOMPLETE`, `E-SCORES-DAMAGED`, `E-SCORES-CHECK`, or a fault of the metadata.
     """
 
-    def __init__(self, folder: str | Path) -> None:
-        self.folder = Path(folder)
+    def __init__(self, folder: PathLike | Place) -> None:
+        self.folder = place(folder)
         if not self.folder.is_dir():
             raise InputError(f"{folder}: no such folder", code="E-NO-INPUT")
         self.metadata = read_run(self.folder)
+        if self.metadata.hidden_tier not in TIERS:
+            raise InputError(
+                f"{self.folder}: states in the tier '{printable(self.metadata.hidden_tier)}', this reader knows "
+                + ", ".join(TIERS),
+                code="E-SCORES-META",
+            )
         self.files = [self.folder / part["name"] for part in read_manifest(self.folder)["files"]]
         self._where: dict[tuple[str, int], tuple[int, int]] = {}
+        self._groups: list[np.ndarray] = []  # of each file, the first row of every row group
         for number, file in enumerate(self.files):
             fault = shard_fault(file, self.metadata)
             if fault is not None:
@@ -72,11 +83,14 @@ class ScoresReader:
                     code="E-SCORES-DAMAGED",
                     hint="run the same `memopd-trace score` with --repair",
                 )
-            keys = pq.read_table(file, columns=["episode_id", "invocation_index"]).to_pydict()
+            with open_shard(file) as shard:
+                keys = shard.read(columns=["episode_id", "invocation_index"]).to_pydict()
+                rows = [shard.metadata.row_group(n).num_rows for n in range(shard.num_row_groups)]
+            self._groups.append(np.cumsum([0, *rows]))
             for row, key in enumerate(zip(keys["episode_id"], keys["invocation_index"], strict=True)):
                 self._where[key] = (number, row)
         self._head: Head | None = None
-        self._loaded: tuple[int, list[ScoreRow]] | None = None
+        self._loaded: tuple[tuple[int, int], _RowGroup] | None = None
         self._self_check()
 
     def __len__(self) -> int:
@@ -88,9 +102,11 @@ class ScoresReader:
         if place is None:
             return None
         number, row = place
-        if self._loaded is None or self._loaded[0] != number:
-            self._loaded = number, list(_read_rows(self.files[number], self.metadata))
-        return self._loaded[1][row]
+        group = int(np.searchsorted(self._groups[number], row, "right")) - 1
+        if self._loaded is None or self._loaded[0] != (number, group):
+            self._loaded = None  # one row group is held, not two
+            self._loaded = (number, group), _RowGroup(self.files[number], group, self.metadata)
+        return self._loaded[1].row(row - int(self._groups[number][group]))
 
     def head(self) -> Head:
         """The teacher's output head, checked against its digest.
@@ -108,40 +124,62 @@ class ScoresReader:
             self._head = load_head(self.folder / HEAD, self.metadata)
         return self._head
 
-    def logprobs(self, row: ScoreRow, *, chunk: int = 256) -> Iterator[Tensor]:
-        """Full-vocabulary log-probabilities of a row, float32 [<= chunk, size] at a time, in target order.
+    def logprobs(self, row: ScoreRow, target_ids: np.ndarray | None = None, *, chunk: int = 256) -> Iterator[Tensor]:
+        """Full-vocabulary log-probabilities of a row, [<= chunk, size] at a time, in target order; float32 (float64
+        where the states are), at the run's temperature. Each chunk is held against the stored values, and against
+        `logprob` where `target_ids` (int32 [M], the row's sampled ids in the trace) say whose it is.
 
         Raises:
+            InputError: `E-SCORES-CHECK` before a chunk of which any target does not fit.
             UsageError: no states are stored.
         """
         if row.hidden is None:
             raise UsageError(f"{self.folder}: no states are stored", hint="score with --signal hidden")
         for start in range(0, len(row.hidden), chunk):
-            yield self.head().logits(row.hidden[start : start + chunk]).log_softmax(-1)
+            yield self._rebuild(row, slice(start, start + chunk), target_ids)
 
     def verify(self, row: ScoreRow, target_ids: np.ndarray | None = None) -> None:
-        """Recompute the first scored token of a row from (state, head).
-
-        `target_ids` are the row's sampled ids (int32 [M], from the trace); with them `logprob` is checked as well.
+        """Rebuild the first scored token of a row, as `logprobs` does.
 
         Raises:
             InputError: `E-SCORES-CHECK` with the difference in nats.
         """
-        if row.hidden is None or len(row.hidden) == 0:
-            return
-        logits = self.head().logits(row.hidden[:1])[0].double()
-        logsumexp = float(logits.logsumexp(-1))
-        errors = {"logsumexp": abs(logsumexp - float(row.logsumexp[0]))}
+        if row.hidden is not None and len(row.hidden):
+            self._rebuild(row, slice(0, 1), target_ids)
+
+    def _rebuild(self, row: ScoreRow, part: slice, target_ids: np.ndarray | None) -> Tensor:
+        """The log-probabilities [m, V] of targets [m] of a row, checked."""
+        assert row.hidden is not None
+        logits_MV = self.head().logits(row.hidden[part]) / self.metadata.temperature
+        logsumexp_M1 = logits_MV.logsumexp(-1, keepdim=True)
+        logprobs_MV = logits_MV - logsumexp_M1
+        exact = row.hidden_logsumexp is None or row.hidden_kl is None
+        name, stored = ("logsumexp", row.logsumexp) if exact else ("hidden_logsumexp", row.hidden_logsumexp)
+        assert stored is not None
+        tolerance = np.full(len(logits_MV), self.metadata.tolerance)
+        self._refuse_beyond(row, part, name, np.abs(_float64(logsumexp_M1[:, 0]) - stored[part]), tolerance)
         if target_ids is not None:
-            errors["logprob"] = abs(float(logits[int(target_ids[0])]) - logsumexp - float(row.logprob[0]))
-        for name, error in errors.items():
-            if not error <= self.metadata.tolerance:
-                raise InputError(
-                    f"{self.folder}: episode '{row.episode_id}', invocation {row.invocation_index}: {name} recomputed "
-                    f"from state and head is off by {error:.2e} nats (limit {self.metadata.tolerance:.0e})",
-                    code="E-SCORES-CHECK",
-                    hint="these scores are not of this head and these states; score again",
-                )
+            ids_M1 = torch.from_numpy(target_ids[part].astype(np.int64)).to(logprobs_MV.device)[:, None]
+            rebuilt_M, scored_M = _float64(logprobs_MV.gather(1, ids_M1)[:, 0]), row.logprob[part]
+            if row.hidden_kl is None:
+                self._refuse_beyond(row, part, "logprob", np.abs(rebuilt_M - scored_M), tolerance)
+            else:
+                least = least_kl(scored_M, rebuilt_M, self.metadata.tolerance)
+                self._refuse_beyond(row, part, "the divergence of logprob", least, row.hidden_kl[part])
+        return logprobs_MV
+
+    def _refuse_beyond(self, row: ScoreRow, part: slice, name: str, off: np.ndarray, limit: np.ndarray) -> None:
+        bad = np.flatnonzero(~(off <= limit))
+        if not len(bad):
+            return
+        first = bad[0]
+        raise InputError(
+            f"{self.folder}: episode '{row.episode_id}', invocation {row.invocation_index}, output "
+            f"{row.output_index[part][first]}: {name} recomputed from state and head is off by {off[first]:.2e} nats "
+            f"(limit {limit[first]:.2g})",
+            code="E-SCORES-CHECK",
+            hint="these scores are not of this head and these states; score again",
+        )
 
     def _self_check(self) -> None:
         if self.metadata.hidden_dtype is None:
@@ -153,38 +191,50 @@ class ScoresReader:
             self.verify(row)
 
 
-def _read_rows(file: Path, metadata: ScoresMetadata) -> Iterator[ScoreRow]:
-    """The rows of one shard, as views of its columns."""
-    table = pq.read_table(file, page_checksum_verification=True).combine_chunks()
-    columns = {name: table.column(name).combine_chunks() for name in table.column_names}
-    offsets, output_index = iter_list_values(columns["output_index"])
-    flat: dict[str, Any] = {"output_index": output_index.to_numpy()}
-    for name in ("logprob", "logsumexp", "entropy", "tail_logprob"):
-        flat[name] = iter_list_values(columns[name])[1].to_numpy() if name in columns else None
-    for name in ("topk_ids", "topk_logprobs", "logits"):
-        flat[name] = None
-        if name in columns:
-            inner = iter_list_values(columns[name])[1]
-            width = metadata.teacher.head.size if name == "logits" else metadata.topk or 0
-            flat[name] = iter_list_values(inner)[1].to_numpy().reshape(len(inner), width)
-    flat["hidden"] = None
-    if "hidden" in columns:
-        states = iter_list_values(columns["hidden"])[1]
-        flat["hidden"] = _hidden_from_arrow(states, metadata)
-    keys = [columns[n].to_pylist() for n in ("episode_id", "invocation_index", "state_digest")]
-    for row, (episode_id, index, digest) in enumerate(zip(*keys, strict=True)):
-        part = slice(int(offsets[row]), int(offsets[row + 1]))
-        arrays: dict[str, Any] = {k: None if v is None else v[part] for k, v in flat.items()}
-        yield ScoreRow(episode_id, index, digest, **arrays)
+def _float64(values: Tensor) -> np.ndarray:
+    return np.asarray(values.detach().double().cpu().numpy())
 
 
-def _hidden_from_arrow(states: pa.Array, metadata: ScoresMetadata) -> Tensor:
-    if states.type.list_size != metadata.teacher.head.width:
-        raise InputError(
-            f"stored states have width {states.type.list_size}, the head takes {metadata.teacher.head.width}",
-            code="E-SCORES-DAMAGED",
-        )
-    flat = torch.from_numpy(states.flatten().to_numpy(zero_copy_only=False).copy())
-    if metadata.hidden_dtype == "bfloat16":
-        flat = flat.view(torch.bfloat16)
-    return flat.reshape(len(states), metadata.teacher.head.width)
+class _RowGroup:
+    """The columns of one row group of a shard; rows are views of them, but for the states, which are rebuilt a row at a
+    time."""
+
+    def __init__(self, file: Place, group: int, metadata: ScoresMetadata) -> None:
+        self.metadata = metadata
+        with open_shard(file) as shard:
+            table = shard.read_row_group(group).combine_chunks()
+        columns = {name: table.column(name).combine_chunks() for name in table.column_names}
+        missing = [n for n in metadata.signal_columns if n not in columns]
+        if missing:
+            raise InputError(f"{file}: no column '{missing[0]}'", code="E-SCORES-DAMAGED", hint="score again")
+        self._keys = [columns[n].to_pylist() for n in ("episode_id", "invocation_index", "state_digest")]
+        self._offsets, output_index = iter_list_values(columns["output_index"])
+        self._flat: dict[str, np.ndarray] = {"output_index": output_index.to_numpy()}
+        for name in metadata.signal_columns:
+            values, width = iter_list_values(columns[name])[1], metadata.width_of(name)
+            if width is None:
+                self._flat[name] = values.to_numpy()
+                continue
+            flat = values.flatten() if name == "hidden" else iter_list_values(values)[1]
+            if len(flat) != width * len(values):
+                raise InputError(f"{file}: lists of '{name}' are not {width} wide", code="E-SCORES-DAMAGED")
+            self._flat[name] = flat.to_numpy(zero_copy_only=False).reshape(len(values), width)
+
+    def __len__(self) -> int:
+        return len(self._keys[0])
+
+    def row(self, number: int) -> ScoreRow:
+        """One row, its states as the head takes them."""
+        part = slice(int(self._offsets[number]), int(self._offsets[number + 1]))
+        found: dict[str, Any] = dict.fromkeys(ROW_ARRAYS)
+        found |= {name: values[part] for name, values in self._flat.items() if name != "hidden_scale"}
+        if found["hidden"] is not None:
+            found["hidden"] = self._states(found["hidden"], part)
+        episode_id, index, digest = (keys[number] for keys in self._keys)
+        return ScoreRow(episode_id, index, digest, **found)
+
+    def _states(self, stored_MD: np.ndarray, part: slice) -> Tensor:
+        if self.metadata.hidden_tier != "exact":
+            return torch.from_numpy(rebuild(stored_MD, self._flat["hidden_scale"][part], self.metadata.hidden_tier))
+        hidden_MD = torch.from_numpy(stored_MD.copy())
+        return hidden_MD.view(torch.bfloat16) if self.metadata.hidden_dtype == "bfloat16" else hidden_MD

@@ -1,6 +1,6 @@
 """From signals to the Arrow rows of a shard.
 
-Shape legend: M targets of a pack, K chosen ids, V real ids, D model width.
+Shape legend: M targets of a pack, K chosen ids, V real ids, D model width, B scales of a state.
 """
 
 from __future__ import annotations
@@ -40,6 +40,10 @@ def shard_rows(pack: Pack, signals: Signals, metadata: ScoresMetadata) -> pa.Rec
         columns["tail_logprob"] = _lists(offsets, pa.array(signals.tail_logprob_M))
     if signals.hidden_MD is not None:
         columns["hidden"] = _lists(offsets, _hidden_to_arrow(signals.hidden_MD))
+    if signals.hidden_scale_MB is not None:
+        columns["hidden_scale"] = _lists(offsets, _inner(signals.hidden_scale_MB))
+        columns["hidden_logsumexp"] = _lists(offsets, pa.array(signals.hidden_logsumexp_M))
+        columns["hidden_kl"] = _lists(offsets, pa.array(signals.hidden_kl_M))
     if signals.logits_MV is not None:
         columns["logits"] = _lists(offsets, _inner(signals.logits_MV))
     return pa.RecordBatch.from_pydict({c.name: columns[c.name] for c in SCORES_COLUMNS if c.name in columns})

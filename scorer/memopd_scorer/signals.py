@@ -8,14 +8,16 @@ part of the vocabulary carries no mass, and what it would have carried is report
     entropy[r]   = - sum_v p[r, v] log p[r, v]                   nats
     tail[r]      = log(1 - sum of the k chosen probabilities), computed from the rest, not by subtraction
 
-Shape legend: R prediction rows, M targets, K chosen ids, V vocabulary (real ids), D model width.
+States of a tier with fewer bytes are measured here as well: against the distribution that was scored, at every row.
+
+Shape legend: R prediction rows, M targets, K chosen ids, V vocabulary (real ids), D model width, B scales of a state.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -23,11 +25,16 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from memopd_scorer.finish import finish_of
+from memopd_scorer.placement import whole_head
 from memopd_scorer.plan import Pack
+from memopd_scorer.tiers import check_tier, encode, kl_divergence, rebuild
 from memopd_trace.errors import InputError, UsageError
+from memopd_trace.tiers import scales_of, state_bytes
 
 SIGNALS = ("sampled", "topk", "hidden", "full")
 CHUNK_CELLS = 2**24  # float32 logits in a chunk: 64 MiB
+ENCODED_CHUNKS = 4  # a chunk whose states are encoded is this much smaller: it is compared in float64
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -46,6 +53,13 @@ class Head:
             hidden_RD, self.weight_VD[: self.size], None if self.bias_V is None else self.bias_V[: self.size]
         )
 
+    def upcast(self) -> Head:
+        """The same head in float32 (float64 stays), for many chunks: casting half-precision weights for each would cost
+        about as much as the product with it."""
+        wide = torch.promote_types(self.weight_VD.dtype, torch.float32)
+        bias_V = None if self.bias_V is None else self.bias_V.to(wide)
+        return replace(self, weight_VD=self.weight_VD.to(wide), bias_V=bias_V)
+
     def padded_mass(self, hidden_RD: Tensor, logsumexp_R: Tensor) -> Tensor:
         """[R]: probability that the padded ids would take from the real ones if they were kept."""
         if self.size >= self.weight_VD.shape[0]:
@@ -60,12 +74,12 @@ class Head:
         for tensor in (self.weight_VD, self.bias_V):
             if tensor is not None:
                 h.update(f"{tensor.dtype} {tuple(tensor.shape)}".encode())
-                h.update(tensor.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
+                h.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
         return h.hexdigest()
 
     def _finish(self, hidden_RD: Tensor, weight_VD: Tensor, bias_V: Tensor | None) -> Tensor:
         wide = torch.promote_types(hidden_RD.dtype, torch.float32)
-        logits = hidden_RD.to(wide) @ weight_VD.to(wide).T
+        logits = hidden_RD.to(weight_VD.device, wide) @ weight_VD.to(wide).T  # its layers may be on several devices
         if bias_V is not None:
             logits = logits + bias_V.to(wide)
         if self.logit_scale != 1.0:
@@ -76,10 +90,14 @@ class Head:
 
 
 def head_of(model: PreTrainedModel, size: int) -> Head:
-    """The output head of a causal LM, on its live parameters (gradients flow into them).
+    """The output head of a causal LM, on its live parameters (gradients flow into them), or on a whole copy of those
+    that are in parts or elsewhere (`memopd_scorer.placement`).
+
+    Scale and softcap are measured on the model's own logits (`memopd_scorer.finish`): a few tokens are run.
 
     Raises:
-        InputError: `E-MODEL-UNSUPPORTED` when the head is not one linear layer, or has fewer than `size` rows.
+        InputError: `E-MODEL-UNSUPPORTED` when the head is not one linear layer with scale and softcap, or has fewer
+            than `size` rows.
     """
     layer = model.get_output_embeddings()
     if not isinstance(layer, nn.Linear):
@@ -92,18 +110,17 @@ def head_of(model: PreTrainedModel, size: int) -> Head:
             f"{type(model).__name__}: the head has {layer.weight.shape[0]} rows for {size} tokenizer ids",
             code="E-TOKENIZER-MISMATCH",
         )
-    config = model.config.get_text_config()
-    scale = float(getattr(config, "logit_scale", None) or 1.0)
-    scale /= float(getattr(config, "logits_scaling", None) or 1.0)
-    softcap = getattr(config, "final_logit_softcapping", None)
-    return Head(layer.weight, layer.bias, scale, float(softcap) if softcap else None, size)
+    with whole_head(model, layer) as whole:
+        scale, softcap = finish_of(model, whole)
+        return Head(whole.weight, whole.bias, scale, softcap, size)
 
 
 @dataclass(slots=True, eq=False)
 class Signals:
     """The signals of one pack, per target, on the CPU; absent ones are `None`.
 
-    `hidden_MD` keeps the teacher's dtype. `padded_mass` is the largest mass any row had in padded ids.
+    `hidden_MD` keeps the teacher's dtype, or holds the codes of a tier; then there are scales, and what its rebuilt
+    states give (`memopd_trace.tiers`). `padded_mass` is the largest mass any row had in padded ids.
     """
 
     logprob_M: np.ndarray
@@ -113,6 +130,9 @@ class Signals:
     topk_logprobs_MK: np.ndarray | None
     tail_logprob_M: np.ndarray | None
     hidden_MD: Tensor | None
+    hidden_scale_MB: np.ndarray | None
+    hidden_logsumexp_M: np.ndarray | None
+    hidden_kl_M: np.ndarray | None
     logits_MV: np.ndarray | None
     padded_mass: float
 
@@ -131,89 +151,174 @@ def check_signals(names: tuple[str, ...]) -> None:
 
 
 @torch.no_grad()
-def compute_signals(hidden_RD: Tensor, head: Head, pack: Pack, names: tuple[str, ...], *, topk: int = 64) -> Signals:
-    """The signals `names` of a pack from the states at its prediction rows.
+def compute_signals(
+    hidden_RD: Tensor | Iterable[Tensor],
+    head: Head,
+    pack: Pack,
+    names: tuple[str, ...],
+    *,
+    topk: int = 64,
+    tier: str = "exact",
+    chosen_MK: Tensor | None = None,
+) -> Signals:
+    """The signals `names` of a pack from the states at its prediction rows, given whole or in parts, as they are made.
 
-    `sampled` (logprob, logsumexp, entropy) is always there: it is the self-check of the others. `topk` > V gives V.
+    `sampled` (logprob, logsumexp, entropy) is always there: it is the self-check of the others. `topk` > V gives V;
+    `chosen_MK` (int64) are ids to take in place of the teacher's own best, for each target.
 
     Raises:
-        InputError: `E-NONFINITE` when a row's logits are NaN or have no finite log-sum-exp.
-        UsageError: an unknown signal name, or a target id beyond the head's real ids.
+        InputError: `E-NONFINITE` when a row's logits are NaN or have no finite log-sum-exp, or its state has no finite
+            ones in the `tier`.
+        UsageError: an unknown signal name or tier, or a target id beyond the head's real ids.
     """
     check_signals(names)
+    check_tier(tier)
     ids = pack.target_ids_M
     if len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < head.size:
         raise UsageError(
             f"target ids from {int(ids.min())} to {int(ids.max())}, the head has {head.size} real ids",
             hint="plan with vocabulary=head.size",
         )
-    rows, k = len(pack.rows_R), min(topk, head.size)
-    out = _RowSignals(rows, len(pack.target_ids_M), k, head.size, names)
-    order = np.argsort(pack.target_row_M, kind="stable")
-    for start, stop in iter_chunks(rows, head.size):
-        out.add(hidden_RD[start:stop], head, start, stop, pack, order)
-    target_row = pack.target_row_M
-    return Signals(
-        logprob_M=out.logprob_M,
-        logsumexp_M=out.logsumexp_R[target_row],
-        entropy_M=out.entropy_R[target_row],
-        topk_ids_MK=out.topk_ids_RK[target_row] if "topk" in names else None,
-        topk_logprobs_MK=out.topk_logprobs_RK[target_row] if "topk" in names else None,
-        tail_logprob_M=out.tail_R[target_row] if "topk" in names else None,
-        hidden_MD=hidden_RD.cpu()[torch.from_numpy(target_row.astype(np.int64))] if "hidden" in names else None,
-        logits_MV=out.logits_RV[target_row] if "full" in names else None,
-        padded_mass=out.padded_mass,
-    )
+    encoded = "hidden" in names and tier != "exact"
+    width = head.weight_VD.shape[1]
+    k = min(topk, head.size) if chosen_MK is None else chosen_MK.shape[1]
+    buffers = _RowSignals(pack, head.upcast(), names, k, tier if encoded else "exact", width, chosen_MK)
+    done = 0
+    states: list[Tensor] = []
+    for part in [hidden_RD] if isinstance(hidden_RD, Tensor) else hidden_RD:
+        for start, stop in iter_chunks(len(part), head.size * (ENCODED_CHUNKS if encoded else 1)):
+            rows = slice(done + start, done + stop)
+            buffers.add(part[start:stop], rows)
+        done += len(part)
+        states.extend([part.cpu()] if "hidden" in names and not encoded else [])
+    return buffers.by_target(states)
 
 
 class _RowSignals:
-    """Buffers per row, filled chunk by chunk."""
+    """Buffers by prediction row, filled chunk by chunk. Those of `topk` are by target where somebody else chose its
+    ids: they may be others in each of the states that share a row."""
 
-    def __init__(self, rows: int, targets: int, k: int, size: int, names: tuple[str, ...]) -> None:
-        self.names, self.k, self.padded_mass = names, k, 0.0
-        self.logprob_M = np.empty(targets, np.float32)
-        self.logsumexp_R, self.entropy_R, self.tail_R = (np.empty(rows, np.float32) for _ in range(3))
-        wide = rows if "topk" in names else 0
-        self.topk_ids_RK = np.empty((wide, k), np.int32)
-        self.topk_logprobs_RK = np.empty((wide, k), np.float32)
-        self.logits_RV = np.empty((rows if "full" in names else 0, size), np.float32)
+    def __init__(
+        self,
+        pack: Pack,
+        head: Head,
+        names: tuple[str, ...],
+        k: int,
+        tier: str,
+        width: int,
+        chosen_MK: Tensor | None,
+    ) -> None:
+        self.pack, self.head, self.names, self.k, self.tier = pack, head, names, k, tier
+        self.chosen_MK = None if "topk" not in names else chosen_MK
+        self.padded_mass = 0.0
+        self.order = np.argsort(pack.target_row_M, kind="stable")
+        rows = len(pack.rows_R)
+        self.logprob_M = np.empty(len(pack.target_ids_M), np.float32)
+        self.logsumexp_R, self.entropy_R, self.rebuilt_R, self.kl_R = np.empty((4, rows), np.float32)
+        wide = (rows if self.chosen_MK is None else len(self.chosen_MK)) if "topk" in names else 0
+        self.topk_ids = np.empty((wide, k), np.int32)  # by row, or by target
+        self.topk_logprobs = np.empty((wide, k), np.float32)
+        self.tail = np.empty(wide, np.float32)
+        self.logits_RV = np.empty((rows if "full" in names else 0, head.size), np.float32)
+        codes = torch.int8 if tier == "int8" else torch.float16
+        self.codes_RD = torch.empty((rows if tier != "exact" else 0, width), dtype=codes)
+        self.scale_RB = np.empty((rows, scales_of(tier, width)), np.float32)
 
-    def add(self, hidden: Tensor, head: Head, start: int, stop: int, pack: Pack, order: np.ndarray) -> None:
-        logits = head.logits(hidden)
+    def add(self, hidden: Tensor, rows: slice) -> None:
+        """The signals of a chunk of rows."""
+        logits = self.head.logits(hidden)
         logsumexp = logits.logsumexp(-1)
-        if not bool(torch.isfinite(logsumexp).all()):
-            bad = int(torch.nonzero(~torch.isfinite(logsumexp))[0])
-            state = pack.states[int(pack.target_state_M[pack.target_row_M == start + bad][0])]
-            raise InputError(
-                f"episode '{state.episode_id}', invocation {state.invocation_index}: a logit is not finite",
-                code="E-NONFINITE",
-                hint="try another dtype",
-            )
-        rows = slice(start, stop)
+        check_finite(logsumexp, self.pack, rows.start, "a logit is not finite")
         self.logsumexp_R[rows] = logsumexp.cpu().numpy()
-        probabilities = (logits - logsumexp[:, None]).exp()
-        self.entropy_R[rows] = torch.special.entr(probabilities).sum(-1).cpu().numpy()
-        self.padded_mass = max(self.padded_mass, float(head.padded_mass(hidden, logsumexp).max()))
-        low, high = np.searchsorted(pack.target_row_M[order], [start, stop])
-        targets = order[low:high]
-        row_M = torch.from_numpy(pack.target_row_M[targets].astype(np.int64) - start).to(logits.device)
-        id_M = torch.from_numpy(pack.target_ids_M[targets].astype(np.int64)).to(logits.device)
-        self.logprob_M[targets] = (logits[row_M, id_M] - logsumexp[row_M]).cpu().numpy()
-        if "topk" in self.names:
-            values, ids = (logits - logsumexp[:, None]).topk(self.k, dim=-1)
-            self.topk_ids_RK[rows] = ids.cpu().numpy()
-            self.topk_logprobs_RK[rows] = values.cpu().numpy()
-            rest = probabilities.scatter(1, ids, 0.0).sum(-1)
-            self.tail_R[rows] = rest.log().cpu().numpy()
         if "full" in self.names:
             self.logits_RV[rows] = logits.cpu().numpy()
+        # of [rows, size] two are held at a time: what is not needed again makes room in place
+        logprobs = logits.sub_(logsumexp[:, None]) if self.tier == "exact" else logits - logsumexp[:, None]
+        rest = logprobs.exp()
+        self.padded_mass = max(self.padded_mass, float(self.head.padded_mass(hidden, logsumexp).max()))
+        self._add_targets(logprobs, rest, rows)
+        entropy = torch.zeros_like(logsumexp)
+        if "topk" in self.names and self.chosen_MK is None:
+            ids = logprobs.topk(self.k, dim=-1).indices
+            best = logprobs.gather(1, ids)
+            self.topk_ids[rows], self.topk_logprobs[rows] = ids.cpu().numpy(), best.cpu().numpy()
+            self.tail[rows] = rest.scatter_(1, ids, 0.0).sum(-1).log().cpu().numpy()
+            entropy -= (best.exp() * best).nansum(-1)
+        entropy -= rest.mul_(logprobs).nansum(-1)  # NaN where a probability is 0: such a term is 0
+        self.entropy_R[rows] = entropy.cpu().numpy()
+        del logprobs, rest
+        if self.tier != "exact":
+            self._add_encoded(hidden, logits, rows)
+
+    def by_target(self, states: list[Tensor]) -> Signals:
+        """What was filled, a target at a time."""
+        row_M = self.pack.target_row_M
+        of_topk = row_M if self.chosen_MK is None else slice(None)
+        topk, encoded = "topk" in self.names, self.tier != "exact"
+        states_RD = self.codes_RD if encoded or not states else torch.cat(states)
+        return Signals(
+            logprob_M=self.logprob_M,
+            logsumexp_M=self.logsumexp_R[row_M],
+            entropy_M=self.entropy_R[row_M],
+            topk_ids_MK=self.topk_ids[of_topk] if topk else None,
+            topk_logprobs_MK=self.topk_logprobs[of_topk] if topk else None,
+            tail_logprob_M=self.tail[of_topk] if topk else None,
+            hidden_MD=states_RD[torch.from_numpy(row_M.astype(np.int64))] if "hidden" in self.names else None,
+            hidden_scale_MB=self.scale_RB[row_M] if encoded else None,
+            hidden_logsumexp_M=self.rebuilt_R[row_M] if encoded else None,
+            hidden_kl_M=self.kl_R[row_M] if encoded else None,
+            logits_MV=self.logits_RV[row_M] if "full" in self.names else None,
+            padded_mass=self.padded_mass,
+        )
+
+    def _add_targets(self, logprobs: Tensor, probabilities: Tensor, rows: slice) -> None:
+        low, high = np.searchsorted(self.pack.target_row_M[self.order], [rows.start, rows.stop])
+        targets = self.order[low:high]
+        row_M = torch.from_numpy(self.pack.target_row_M[targets].astype(np.int64) - rows.start).to(logprobs.device)
+        id_M = torch.from_numpy(self.pack.target_ids_M[targets].astype(np.int64)).to(logprobs.device)
+        self.logprob_M[targets] = logprobs[row_M, id_M].cpu().numpy()
+        if self.chosen_MK is None:
+            return
+        for some in range(0, len(targets), len(logprobs)):  # copies of their rows, no more than there are
+            part, row = targets[some : some + len(logprobs)], row_M[some : some + len(logprobs)]
+            ids = self.chosen_MK[torch.from_numpy(part)].to(logprobs.device)
+            self.topk_ids[part], self.topk_logprobs[part] = ids.cpu().numpy(), logprobs[row[:, None], ids].cpu().numpy()
+            self.tail[part] = probabilities[row].scatter_(1, ids, 0.0).sum(-1).log().cpu().numpy()
+
+    def _add_encoded(self, hidden: Tensor, logits: Tensor, rows: slice) -> None:
+        codes, scales = encode(hidden, self.tier)
+        rebuilt = self.head.logits(rebuild(codes, scales, self.tier))
+        kl = kl_divergence(logits, rebuilt)
+        check_finite(kl, self.pack, rows.start, f"a state cannot be held in the tier {self.tier}")
+        self.codes_RD[rows], self.scale_RB[rows] = codes.cpu(), scales.cpu().numpy()
+        self.rebuilt_R[rows], self.kl_R[rows] = rebuilt.logsumexp(-1).cpu().numpy(), kl.cpu().numpy()
 
 
-def bytes_per_target(names: tuple[str, ...], *, width: int, hidden_bytes: int, topk: int, size: int) -> int:
-    """Uncompressed bytes that one target takes in the scores table."""
+def check_finite(values_R: Tensor, pack: Pack, start: int, what: str) -> None:
+    """Refuse a row of a pack, `start` and those after it, that has no finite value.
+
+    Raises:
+        InputError: `E-NONFINITE`, naming the first such row's invocation.
+    """
+    finite = torch.isfinite(values_R)
+    if bool(finite.all()):
+        return
+    row = start + int(torch.nonzero(~finite)[0])
+    state = pack.states[int(pack.target_state_M[pack.target_row_M == row][0])]
+    raise InputError(
+        f"episode '{state.episode_id}', invocation {state.invocation_index}: {what}",
+        code="E-NONFINITE",
+        hint="try another dtype",
+    )
+
+
+def bytes_per_target(
+    names: tuple[str, ...], *, width: int, hidden_bytes: int, topk: int, size: int, tier: str = "exact"
+) -> int:
+    """Uncompressed bytes that one target takes in the scores table; `hidden_bytes` is an item's in the tier `exact`."""
     total = 16  # output_index, logprob, logsumexp, entropy
     total += 8 * min(topk, size) + 4 if "topk" in names else 0
-    total += width * hidden_bytes if "hidden" in names else 0
+    total += state_bytes(tier, width, hidden_bytes) if "hidden" in names else 0
     return total + (4 * size if "full" in names else 0)
 
 

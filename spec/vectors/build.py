@@ -98,6 +98,9 @@ SCORE_TYPES = {
     "topk_logprobs": "list<list<float32>>",
     "tail_logprob": "list<float32>",
     "hidden": "list<states<float32,2>>",
+    "hidden_scale": "list<list<float32>>",
+    "hidden_logsumexp": "list<float32>",
+    "hidden_kl": "list<float32>",
     "logits": "list<list<float32>>",
 }
 PLAIN = {
@@ -345,6 +348,9 @@ def _build_scores(scores: dict[str, Any], folder: Path) -> Path:
     if "head" in scores:
         (folder / "head.safetensors").write_bytes(safetensors(scores["head"]))
     manifest: Any = {"spec_version": "1.0", "files": files, "rows": sum(f["rows"] for f in files), "complete": True}
+    divergences = [float(kl) for row in scores["rows"] for kl in row.get("hidden_kl", ())]
+    if divergences:
+        manifest["hidden_kl"] = {"mean": sum(divergences) / len(divergences), "max": max(divergences)}
     if scores.get("manifest", {}) is not None:
         (folder / "manifest.json").write_text(json.dumps(merge(manifest, scores.get("manifest", {}))))
     for name in scores.get("remove", ()):

@@ -5,38 +5,15 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from helpers_scorer import PADDED, SIZE, growing_episode, memory_episode, sibling
+from helpers_scorer import PADDED, SIZE, tiny_model
+from helpers_signals import HEADS, a_head, a_pack, reference_logits
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from memopd_scorer import signals as module
-from memopd_scorer.plan import Pack, plan
-from memopd_scorer.signals import Head, compute_signals
+from memopd_scorer.signals import Head, compute_signals, head_of
 from memopd_trace.errors import InputError, UsageError
 
 ALL = ("sampled", "topk", "hidden", "full")
-
-
-def a_pack() -> Pack:
-    rng = np.random.default_rng(0)
-    rollout = memory_episode(rng, "m", group="group")
-    (pack,) = plan([rollout, sibling(rollout, "n"), growing_episode(rng, "g")])
-    counts = np.bincount(pack.target_row_M)
-    assert counts.max() > 1, "no row serves two targets"
-    return pack
-
-
-def a_head(*, bias: bool = False, scale: float = 1.0, softcap: float | None = None) -> Head:
-    generator = torch.Generator().manual_seed(0)
-    weight = torch.randn(PADDED, 16, generator=generator)
-    return Head(weight, torch.randn(PADDED, generator=generator) if bias else None, scale, softcap, SIZE)
-
-
-HEADS = [
-    pytest.param({}, id="plain"),
-    pytest.param({"bias": True}, id="bias"),
-    pytest.param({"scale": 0.25}, id="scale"),
-    pytest.param({"softcap": 5.0}, id="softcap"),
-    pytest.param({"bias": True, "scale": 2.0, "softcap": 7.0}, id="all"),
-]
 
 
 @pytest.mark.parametrize("options", HEADS)
@@ -49,10 +26,7 @@ def test_signals_equal_a_dense_float64_reference(
     hidden = torch.randn(len(pack.rows_R), 16, generator=torch.Generator().manual_seed(1))
     found = compute_signals(hidden, head, pack, ALL, topk=5)
 
-    bias = 0 if head.bias_V is None else head.bias_V.double()
-    logits = head.logit_scale * (hidden.double() @ head.weight_VD.double().T + bias)
-    if head.softcap:
-        logits = torch.tanh(logits / head.softcap) * head.softcap
+    logits = reference_logits(hidden, head, padded=True)
     real = logits[:, :SIZE][torch.from_numpy(pack.target_row_M).long()]
     logprobs = real.log_softmax(-1)
     ids = torch.from_numpy(pack.target_ids_M).long()
@@ -121,3 +95,79 @@ def test_an_id_of_probability_zero_adds_nothing_to_the_entropy() -> None:
     head = Head(torch.zeros(PADDED, 16), bias, 1.0, None, SIZE)
     found = compute_signals(torch.zeros(len(pack.rows_R), 16), head, pack, ("sampled",))
     np.testing.assert_allclose(found.entropy_M, np.log(SIZE - 1), rtol=1e-6)
+
+
+@pytest.mark.parametrize("kind", ["llama", "gemma3", "gpt2"])
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+def test_signals_of_a_real_head_are_those_of_the_models_own_logits(kind: str, tied: bool) -> None:
+    """float64: GPT-2's head shares its weights by default, Gemma's has a softcap, Llama's has neither."""
+    model = tiny_model(kind, dtype=torch.float64)
+    embedding, layer = model.get_input_embeddings().weight, model.get_output_embeddings()
+    layer.weight = embedding if tied else torch.nn.Parameter(torch.randn_like(embedding) * 0.2)
+    pack = a_pack()
+    hidden = torch.randn(len(pack.rows_R), 32, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
+    found = compute_signals(hidden, head_of(model, SIZE), pack, ALL, topk=5)
+    padded = layer(hidden).detach()
+    softcap = getattr(model.config, "final_logit_softcapping", None)
+    assert (softcap is not None) == (kind == "gemma3")
+    padded = padded if softcap is None else torch.tanh(padded / softcap) * softcap
+    assert padded.shape[1] == PADDED
+    real = padded[:, :SIZE][torch.from_numpy(pack.target_row_M).long()]
+    logprobs = real.log_softmax(-1)
+    ids = torch.from_numpy(pack.target_ids_M).long()
+    np.testing.assert_allclose(found.logprob_M, logprobs.gather(1, ids[:, None])[:, 0], rtol=1e-6)
+    np.testing.assert_allclose(found.logits_MV, real, rtol=1e-6, atol=1e-9)
+    np.testing.assert_array_equal(found.topk_ids_MK, logprobs.topk(5).indices)
+    rest = logprobs.scatter(1, logprobs.topk(5).indices, -torch.inf).logsumexp(-1)
+    np.testing.assert_allclose(found.tail_logprob_M, rest, rtol=1e-6)
+    assert found.hidden_MD is not None and found.hidden_MD.dtype == torch.float64
+
+
+class Largest(TorchDispatchMode):
+    """The number of items of the largest tensor that any operation made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.items = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        made = func(*args, **(kwargs or {}))
+        for tensor in made if isinstance(made, tuple | list) else [made]:
+            if isinstance(tensor, torch.Tensor):
+                self.items = max(self.items, tensor.numel())
+        return made
+
+
+@pytest.mark.parametrize("tier", ["exact", "float16", "int8"])
+def test_no_tensor_holds_the_vocabulary_of_all_rows(tier: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "CHUNK_CELLS", 20 * SIZE)
+    pack, head = a_pack(), a_head(bias=True)
+    hidden = torch.randn(len(pack.rows_R), 16)
+    assert hidden.numel() < 20 * SIZE < len(pack.rows_R) * SIZE
+    with Largest() as largest:
+        compute_signals(hidden, head, pack, ("sampled", "topk", "hidden"), topk=5, tier=tier)
+    assert 5 * SIZE <= largest.items <= 20 * SIZE
+    with Largest() as largest:
+        compute_signals(hidden, head, pack, ("full",))
+    assert largest.items <= 20 * SIZE, "even then only what is stored holds it, and that is no tensor"
+
+
+@pytest.mark.parametrize("chunk_cells", [SIZE, 5 * SIZE, 10**9], ids=["row by row", "5 rows", "one chunk"])
+def test_ids_that_somebody_else_chose_come_with_the_teachers_values_and_tail(
+    chunk_cells: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "CHUNK_CELLS", chunk_cells)
+    pack, head = a_pack(), a_head(bias=True)
+    hidden = torch.randn(len(pack.rows_R), 16, generator=torch.Generator().manual_seed(4))
+    generator = torch.Generator().manual_seed(5)
+    chosen = torch.stack([torch.randperm(SIZE, generator=generator)[:7] for _ in pack.target_ids_M])
+    rows = torch.from_numpy(pack.target_row_M).long()
+    first, second = torch.nonzero(rows == rows.bincount().argmax())[:2, 0]
+    assert not torch.equal(chosen[first], chosen[second]), "two targets of one row have ids of their own"
+    found = compute_signals(hidden, head, pack, ("topk",), topk=7, chosen_MK=chosen)
+    logprobs = reference_logits(hidden, head).log_softmax(-1)[rows]
+    np.testing.assert_array_equal(found.topk_ids_MK, chosen)
+    np.testing.assert_allclose(found.topk_logprobs_MK, logprobs.gather(1, chosen), atol=1e-5)
+    tail = logprobs.scatter(1, chosen, -torch.inf).logsumexp(-1)
+    np.testing.assert_allclose(found.tail_logprob_M, tail, atol=1e-5)
+    assert bool((logprobs.gather(1, chosen).diff() > 0).any()), "they are not in the teacher's order"

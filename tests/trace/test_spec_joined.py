@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from memopd_trace.invocation import Invocation
 from memopd_trace.schema import TABLES
+from memopd_trace.tiers import least_kl, rebuild
 
 SPEC = Path(__file__).parents[2] / "spec"
 TEXTS = {name: (SPEC / name).read_text(encoding="utf-8") for name in ("views.md", "scores.md")}
@@ -86,6 +87,38 @@ def state(e: Example) -> None:
     assert head.digest() == e["head_digest"]
 
 
+def rebuilt(e: Example, tier: str) -> NDArray[np.float32]:
+    found = rebuild(np.array([e["codes"]]), np.array([e["hidden_scale"]], np.float32), tier)
+    assert all(near(a, b) for a, b in zip(found[0], e["rebuilt"], strict=True))
+    return found
+
+
+def tier_float16(e: Example) -> None:
+    (scale,) = e["hidden_scale"]
+    assert scale == 2.0 ** (2 - 15) and 2**1 <= max(e["hidden"]) < 2**2
+    assert (np.array(e["hidden"]) / scale).astype(np.float16).tolist() == e["codes"]
+    assert rebuilt(e, "float16").tolist() == [[3, 819 * scale]]
+
+
+def tier_int8(e: Example) -> None:
+    (scale,) = e["hidden_scale"]
+    assert scale == round(max(e["hidden"]) / 127, 8)
+    assert np.rint(np.array(e["hidden"]) / scale).tolist() == e["codes"]
+    weight, token = np.array(e["weight"]), e["sampled_id"]
+    scored, other = np.array(e["hidden"]) @ weight.T, rebuilt(e, "int8")[0] @ weight.T
+    q, r = log_softmax(scored), log_softmax(other)
+    assert near(np.log(np.exp(scored).sum()), e["logsumexp"]) and near(
+        np.log(np.exp(other).sum()), e["hidden_logsumexp"]
+    )
+    assert near(q[token], e["logprob"]) and near(r[token], e["rebuilt_logprob"])
+    assert near((np.exp(q) * (q - r)).sum(), e["hidden_kl"])
+    assert r[token] > q[token] + e["tolerance"]
+    p, nearest = np.exp(q[token]), np.exp(r[token] - e["tolerance"])
+    two_events = p * np.log(p / nearest) + (1 - p) * np.log((1 - p) / (1 - nearest))
+    assert near(two_events, e["hidden_kl_at_least"])
+    assert near(least_kl(q[[token]], r[[token]], e["tolerance"])[0], e["hidden_kl_at_least"])
+
+
 CHECKS = {
     "view": view,
     "view-visibility": view_visibility,
@@ -93,6 +126,8 @@ CHECKS = {
     "score-alignment": score_alignment,
     "score-temperature": score_temperature,
     "state": state,
+    "tier-float16": tier_float16,
+    "tier-int8": tier_int8,
 }
 
 

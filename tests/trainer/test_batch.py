@@ -24,6 +24,7 @@ from memopd_trace.invocation import Episode, Invocation, Media, Sampling
 from memopd_trace.storage import write
 from memopd_trainer.advantages import group_advantages
 from memopd_trainer.batch import Rollouts, load_rollouts, make_packs
+from memopd_trainer.train import train
 
 
 @pytest.fixture(scope="module")
@@ -359,3 +360,22 @@ def test_behaviour_is_brought_to_the_whole_vocabulary_at_its_temperature(kind: s
     assert np.abs(logprobs - expected.numpy()).max() < 1e-6
     assert first.output_logprobs is not None
     assert kind != "processed" or np.abs(logprobs - first.output_logprobs).min() > 0.04
+
+
+@pytest.mark.parametrize("tier", ["float16", "int8"])
+def test_states_of_a_tier_are_trained_on_as_the_reader_rebuilds_them(tier: str, setup: Setup, tmp_path: Path) -> None:
+    score(setup.trace, setup.teacher, tmp_path / "s", dtype="float64", states=tier)
+    exact, rounded = (load_rollouts(setup.trace, s, policy=False) for s in (setup.scores, tmp_path / "s"))
+    assert exact.scores_digest != rounded.scores_digest
+    seen = 0
+    for a, b in zip(*(make_packs(r, r.groups, {}) for r in (exact, rounded)), strict=True):
+        assert a.teacher_ME is not None and b.teacher_ME is not None and b.teacher_ME.dtype == torch.float32
+        distance = (a.teacher_ME - b.teacher_ME).abs().max()
+        assert 0 < float(distance) < (0.01 if tier == "float16" else 0.1)
+        seen += len(b.teacher_ME)
+    assert seen == 48
+    kls = [
+        float(train(setup.config(scores=str(s), output=str(tmp_path / s.name), steps=1)).last.divergence)  # type: ignore[union-attr]
+        for s in (setup.scores, tmp_path / "s")
+    ]
+    assert kls[0] != kls[1] and kls[1] == pytest.approx(kls[0], rel=1e-3 if tier == "float16" else 2e-2)

@@ -18,7 +18,6 @@ import os
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -68,7 +67,7 @@ class Rollouts:
         if self.scores is None:
             return None
         m = self.scores.metadata
-        return f"{m.teacher.weights_digest} {m.view} {m.hidden_dtype} {m.plan_digest}"
+        return f"{m.teacher.weights_digest} {m.view} {m.hidden_type} {m.plan_digest}"
 
     @property
     def data_digest(self) -> str:
@@ -87,7 +86,7 @@ class TrainPack:
     advantage_M: Tensor  # float64
     behaviour_M: Tensor | None  # float64 nats, see `memopd_trace.behaviour`; None = no policy term
     temperature_M: Tensor | None  # float64, None = 1 throughout
-    teacher_ME: Tensor | None  # the teacher's dtype
+    teacher_ME: Tensor | None  # the teacher's dtype; float32 where states are stored in a tier
 
     @property
     def episode_ids(self) -> tuple[str, ...]:
@@ -119,7 +118,7 @@ def load_rollouts(
     model_id = _one_model(reader.path, trained)
     model = reader.metadata.models[model_id]
     metadata = reader.metadata.model_copy(update={"models": {model_id: model}})
-    store = None if scores is None else ScoresReader(Path(scores))
+    store = None if scores is None else ScoresReader(scores)
     if store is not None:
         _check_view(store, view)
         _check_teacher(store, model.tokenizer)
