@@ -1,15 +1,16 @@
-"""Running a pack on a device that turns out too small for it: in parts of half the tokens, with the same rows.
+"""Running a pack on a device that turns out too small for it: half the tokens at a time, with the same rows.
 
-The plan stays as it is, and so do shards: a part is a run of a pack's states, and no row moves.
+The plan stays as it is, and so do shards: a pack is run in more passes (`memopd_scorer.passes`), and no row moves.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import torch
 
-from memopd_scorer.plan import Pack, build_pack
+from memopd_scorer.passes import passes_of
+from memopd_scorer.plan import Pack
 from memopd_scorer.signals import Signals
 from memopd_trace.errors import InputError, first_line
 
@@ -25,68 +26,50 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 class Halving:
-    """Runs packs by `run(pack)`; one that finds no memory is run again in parts of at most half its tokens, and later
-    ones begin with that size. `on_notice(text)` is told."""
+    """Runs packs by `run(pack, tokens of a pass)`; one that finds no memory is run again in passes of half the tokens,
+    and later ones begin with these. `on_notice(text)` is told. A model that is not `divisible` runs packs whole."""
 
-    def __init__(self, run: Callable[[Pack], Signals], on_notice: Callable[[str], None]) -> None:
-        self._run, self._on_notice = run, on_notice
-        self.budget: int | None = None  # packed tokens that are tried; None = never short of memory
+    def __init__(
+        self, run: Callable[[Pack, int | None], Signals], on_notice: Callable[[str], None], *, divisible: bool = True
+    ) -> None:
+        self._run, self._on_notice, self._divisible = run, on_notice, divisible
+        self.budget: int | None = None  # tokens of a pass that are tried; None = never short of memory
 
-    def run(self, pack: Pack) -> Iterator[tuple[Pack, Signals]]:
-        """(part, its signals), in the order of the pack's states; mostly one: the pack itself.
+    def run(self, pack: Pack) -> Signals:
+        """A pack's signals.
 
         Raises:
-            InputError: a single state does not fit.
+            InputError: there is no memory for a single token of it, or for all of it where it is not divisible.
         """
-        waiting = [pack]
-        while waiting:
-            part = waiting.pop()
-            if self.budget is not None and len(part) > self.budget and len(part.states) > 1:
-                waiting.extend(reversed(split_pack(part, self.budget)))
-                continue
-            signals, fault = self._attempt(part)
+        while True:
+            limits = [tokens for tokens in (pack.pass_tokens, self.budget) if tokens is not None]
+            tokens = min(limits) if limits else None
+            signals, fault = self._attempt(pack, tokens)
             if signals is not None:
-                yield part, signals
-                continue
-            self._halve(part, fault)
-            waiting.append(part)
+                return signals
+            self._halve(pack, tokens, fault)
 
-    def _attempt(self, part: Pack) -> tuple[Signals | None, str]:
+    def _attempt(self, pack: Pack, tokens: int | None) -> tuple[Signals | None, str]:
         """(signals, "") or (None, what the device said). The error is let go of, and with it what its frames held."""
         try:
-            return self._run(part), ""
+            return self._run(pack, tokens), ""
         except (MemoryError, RuntimeError) as error:
             if not is_out_of_memory(error):
                 raise
             return None, first_line(error)
 
-    def _halve(self, part: Pack, fault: str) -> None:
+    def _halve(self, pack: Pack, tokens: int | None, fault: str) -> None:
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
-        if len(part.states) == 1:
-            state = part.states[0]
+        longest = max(part.stop - part.start for part in passes_of(pack, tokens))
+        tried = min(longest, tokens or longest)
+        if tried == 1 or not self._divisible:
+            state = max(pack.states, key=len)
+            others = f" among the {len(pack)} of its pack" if len(pack.states) > 1 else ""
             raise InputError(
-                f"episode '{state.episode_id}', invocation {state.invocation_index}: no memory for its {len(part)} "
-                f"tokens alone ({fault})",
+                f"episode '{state.episode_id}', invocation {state.invocation_index}: no memory for its {len(state)} "
+                f"tokens{others}, {longest} at a time ({fault})",
                 hint="another device, a smaller dtype or fewer signals; run again, finished shards are kept",
             )
-        self.budget = len(part) // 2
-        self._on_notice(f"out of memory with a pack of {len(part)} tokens: going on with at most {self.budget}")
-
-
-def split_pack(pack: Pack, max_tokens: int) -> list[Pack]:
-    """A pack's states in their order, in as few packs of at most `max_tokens` tokens as that order allows.
-
-    A state that is longer alone has a pack of its own. Tokens that two parts share are run in both.
-    """
-    runs: list[list[int]] = []
-    size = 0
-    shared_S: list[int] = pack.shared_S.tolist()
-    for number, state in enumerate(pack.states):
-        own = len(state) - shared_S[number]
-        if not runs or size + own > max_tokens:
-            runs.append([])
-            own, size = len(state), 0
-        runs[-1].append(number)
-        size += own
-    return [build_pack([(pack.states[n], shared_S[n] if n != run[0] else 0) for n in run]) for run in runs]
+        self.budget = tried // 2
+        self._on_notice(f"out of memory with a forward of {longest} tokens: going on with at most {self.budget}")

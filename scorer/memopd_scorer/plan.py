@@ -23,21 +23,23 @@ Shape legend: T packed tokens, S states of the pack, M targets (sampled tokens t
 from __future__ import annotations
 
 import hashlib
-import sys
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
-from itertools import groupby
+from dataclasses import dataclass, field, replace
+from itertools import groupby, pairwise
 from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
 from memopd_scorer.cost import ModelCost
-from memopd_scorer.fit import Load, fit
+from memopd_scorer.deep import DEEP_TOKENS, Deep
+from memopd_scorer.fit import fit
+from memopd_scorer.passes import passes_of
 from memopd_scorer.prefixes import Branch, arrange
 from memopd_scorer.states import State, state_of
 from memopd_trace.errors import UsageError
 from memopd_trace.invocation import IDS, Episode, Invocation
+from memopd_trace.tiers import state_bytes
 
 Layout = Literal["tree", "packed", "single"]
 INDICES = NDArray[np.int64]
@@ -60,8 +62,10 @@ class Span:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Pack:
-    """What one forward runs. Visibility: query q sees key k iff `visible_from_T[k] <= q < visible_until_T[k]`,
-    all packed indices."""
+    """What is run together: in one forward, or in passes that keep keys and values (`memopd_scorer.passes`).
+
+    Visibility: query q sees key k iff `visible_from_T[k] <= q < visible_until_T[k]`, all packed indices.
+    """
 
     states: tuple[State, ...]  # [S]
     shared_S: IDS  # leading tokens that a state has in common with the one before it, and does not add
@@ -77,6 +81,8 @@ class Pack:
     target_output_M: IDS  # index into that state's output_ids
     target_ids_M: IDS
     repeated: int = 0  # its first tokens that an earlier pack of the group runs as well
+    spared: int = 0  # tokens that the packs of a torn group would have run again, where a deep pack begins it
+    pass_tokens: int | None = None  # of a forward; None = all at once
 
     def __len__(self) -> int:
         return len(self.token_ids_T)
@@ -92,13 +98,14 @@ class Pack:
         return int(self.visible_until_T.sum(dtype=np.int64) - self.visible_from_T.sum(dtype=np.int64))
 
     @property
+    def is_causal(self) -> bool:
+        """No recorded look-ahead or eviction: every span sees its ancestors whole and itself causally."""
+        return all(s.causal for s in self.spans)
+
+    @property
     def is_plain(self) -> bool:
         """One state with default positions and plain causal visibility: any model runs it as it is."""
-        return (
-            len(self.states) == 1
-            and all(s.causal for s in self.spans)
-            and np.array_equal(self.positions_T, self.path_T)
-        )
+        return len(self.states) == 1 and self.is_causal and np.array_equal(self.positions_T, self.path_T)
 
     def update_digest(self, h: hashlib._Hash) -> None:
         """Add everything that determines this pack's scores to a hash. A state's digest stands for its ids, positions
@@ -106,27 +113,35 @@ class Pack:
         names = [
             f"{s.episode_id}\0{s.invocation_index}\0".encode() + s.digest + (s.view_digest or b"") for s in self.states
         ]
-        arrays = (self.shared_S, self.target_state_M, self.target_output_M)
+        passes = np.array([self.pass_tokens or 0])
+        arrays = (self.shared_S, self.target_state_M, self.target_output_M, passes)
         h.update(b"".join([*names, *(a.astype("<i4", copy=False).tobytes() for a in arrays)]))
 
 
 @dataclass(slots=True)
 class PlanSummary:
-    """What a plan costs, counted while its packs pass by; FLOPs with a model's `cost`.
+    """What a plan costs, counted while its packs pass by; FLOPs, and bytes of kept keys and values (`value_bytes` a
+    number), with a model's `cost`.
 
-    `repeated_tokens` of the executed ones are run by an earlier pack as well: what a larger pack would save, or kept
-    keys and values. `pairs` counts visible (query, key) pairs, `left_out` the sampled tokens that are no target;
-    `most_…` is of one pack.
+    `repeated_tokens` of the executed ones are run by an earlier pack as well; `spared_tokens` would have been, were
+    there no `deep_packs`. `kept_tokens` is the most tokens whose keys and values are kept at a time. `pairs` counts
+    visible (query, key) pairs, `visibility_packs` those that are not plainly causal, `left_out` the sampled tokens that
+    are no target; `most_…` is of one pack.
     """
 
     layout: Layout
     max_tokens: int
     cost: ModelCost | None = None
+    value_bytes: int = 4
     packs: int = 0
     invocations: int = 0
     logical_tokens: int = 0
     executed_tokens: int = 0
     repeated_tokens: int = 0
+    spared_tokens: int = 0
+    deep_packs: int = 0
+    kept_tokens: int = 0
+    visibility_packs: int = 0
     targets: int = 0
     left_out: int = 0
     prediction_rows: int = 0
@@ -135,7 +150,7 @@ class PlanSummary:
     longest_pack: int = 0
     most_pairs: int = 0
     most_flops: int = 0
-    _hash: hashlib._Hash = field(default_factory=lambda: hashlib.sha256(b"memopd-trace/plan/2"), repr=False)
+    _hash: hashlib._Hash = field(default_factory=lambda: hashlib.sha256(b"memopd-trace/plan/3"), repr=False)
 
     def add(self, pack: Pack) -> None:
         """Count one pack."""
@@ -144,6 +159,11 @@ class PlanSummary:
         self.logical_tokens += pack.logical_tokens
         self.executed_tokens += len(pack)
         self.repeated_tokens += pack.repeated
+        self.spared_tokens += pack.spared
+        if pack.pass_tokens is not None:
+            self.deep_packs += 1
+            self.kept_tokens = max(self.kept_tokens, *(p.tokens_kept for p in passes_of(pack, pack.pass_tokens)))
+        self.visibility_packs += not pack.is_causal
         self.targets += len(pack.target_ids_M)
         self.left_out += sum(s.left_out for s in pack.states)
         self.prediction_rows += len(pack.rows_R)
@@ -191,6 +211,9 @@ class PlanSummary:
             "logical_tokens": self.logical_tokens,
             "executed_tokens": self.executed_tokens,
             "repeated_tokens": self.repeated_tokens,
+            "deep_packs": self.deep_packs,
+            "spared_tokens": self.spared_tokens,
+            "kept_tokens": self.kept_tokens,
             "sharing": round(self.sharing, 4),
             "targets": self.targets,
             "left_out": self.left_out,
@@ -203,8 +226,11 @@ class PlanSummary:
         }
         if self.cost is not None:
             rows["estimated_flops"] = float(self.flops)
+            rows["kept_bytes"] = self.cost.kept * self.value_bytes * self.kept_tokens
             rows["hidden_bytes_bfloat16"] = 2 * self.cost.width * self.targets
             rows["hidden_bytes_float32"] = 4 * self.cost.width * self.targets
+            for tier in ("float16", "int8"):
+                rows[f"hidden_bytes_states_{tier}"] = state_bytes(tier, self.cost.width, 0) * self.targets
         return rows
 
 
@@ -213,18 +239,19 @@ def plan(
     *,
     layout: Layout = "tree",
     max_tokens: int = 8192,
-    max_pairs: int | None = None,
+    deep: Deep | None = None,
     vocabulary: int | None = None,
 ) -> Iterator[Pack]:
     """The packs of a trace's recorded states, in order; streams by group, deterministic.
 
-    A pack holds at most `max_tokens` packed tokens and, where given, `max_pairs` visible (query, key) pairs; in a group
-    with a state beyond that, as many as this state and a quarter of the budget. Nothing is cut off. The trace must be
-    valid (`memopd_trace.validate.require_valid`); `vocabulary` is that of `state_of`, and `STATE_COLUMNS` are what is
-    read.
+    A pack holds at most `max_tokens` packed tokens; in a group with a state beyond that, as many as this state and a
+    quarter of the budget. With `deep`, a group of which tokens would be run again, or that has such a state, becomes
+    packs of up to `DEEP_TOKENS`, to be run in passes of `max_tokens`, wherever that pays. Nothing is cut off. The trace
+    must be valid (`memopd_trace.validate.require_valid`); `vocabulary` is that of `state_of`, and `STATE_COLUMNS` are
+    what is read.
     """
     groups = ([state_of(i, vocabulary=vocabulary) for i in group] for group in iter_groups(episodes))
-    return plan_states(groups, layout=layout, max_tokens=max_tokens, max_pairs=max_pairs)
+    return plan_states(groups, layout=layout, max_tokens=max_tokens, deep=deep)
 
 
 def plan_states(
@@ -232,19 +259,19 @@ def plan_states(
     *,
     layout: Layout = "tree",
     max_tokens: int = 8192,
-    max_pairs: int | None = None,
+    deep: Deep | None = None,
 ) -> Iterator[Pack]:
     """As `plan`, for groups of states that were made already (under a view, say).
 
     Raises:
         UsageError: an unknown layout or a budget below 1.
     """
-    if layout not in LAYOUTS or max_tokens < 1 or (max_pairs is not None and max_pairs < 1):
-        budget = f"max_tokens {max_tokens}, max_pairs {max_pairs}"
-        raise UsageError(f"layout '{layout}', {budget}", hint=f"one of {LAYOUTS}, budgets of at least 1")
-    limit = Load(max_tokens, sys.maxsize if max_pairs is None else max_pairs)
+    if layout not in LAYOUTS or max_tokens < 1:
+        raise UsageError(
+            f"layout '{layout}', max_tokens {max_tokens}", hint=f"one of {LAYOUTS}, a budget of at least 1"
+        )
     pending: list[Branch] = []
-    repeated, used = 0, Load()
+    repeated = used = 0
     for group in groups:
         states = [s for s in group if len(s)]
         branches = arrange(states) if layout == "tree" else [(state, 0) for state in states]
@@ -253,8 +280,14 @@ def plan_states(
             continue
         if not branches:
             continue
-        begins, used = fit(branches, used, limit)
-        at = 0
+        begins, filled = fit(branches, used, max_tokens)
+        if deep is not None and deep.pays(branches, begins, max_tokens):
+            if pending:
+                yield build_pack(pending, repeated)
+            yield from _deep_packs(branches, sum(branches[n][1] for n in begins), max_tokens)
+            pending, repeated, used = [], 0, 0
+            continue
+        used, at = filled, 0
         for begin in begins:
             yield build_pack(pending + branches[at:begin], repeated)
             state, repeated = branches[begin]
@@ -262,6 +295,16 @@ def plan_states(
         pending += branches[at:]
     if pending:
         yield build_pack(pending, repeated)
+
+
+def _deep_packs(branches: list[Branch], torn: int, pass_tokens: int) -> Iterator[Pack]:
+    """A group in packs of up to DEEP_TOKENS, of which `torn` tokens would be run again in smaller ones."""
+    begins = [0, *fit(branches, 0, DEEP_TOKENS)[0]]
+    spared = torn - sum(branches[n][1] for n in begins)
+    for begin, end in pairwise([*begins, len(branches)]):
+        state, shared = branches[begin]
+        packed = [(state, 0), *branches[begin + 1 : end]]
+        yield replace(build_pack(packed, shared), spared=0 if begin else spared, pass_tokens=pass_tokens)
 
 
 def iter_groups(episodes: Iterable[Episode]) -> Iterator[list[Invocation]]:

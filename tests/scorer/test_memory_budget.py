@@ -1,9 +1,10 @@
-"""A device that is too small for a pack: it is run in halves, said so, and the rows are what they would have been."""
+"""A device too small for a pack: half the tokens at a time, said so, and the rows are what they would have been."""
 
 from __future__ import annotations
 
 import gc
 import json
+import re
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -16,7 +17,7 @@ import pytest
 import torch
 from helpers_scorer import growing_episode, memory_episode, save_model, tiny_model, write_trace
 
-from memopd_scorer.halving import Halving, is_out_of_memory, split_pack
+from memopd_scorer.halving import Halving, is_out_of_memory
 from memopd_scorer.plan import Pack, plan
 from memopd_scorer.scoring import ScoreResult, score
 from memopd_scorer.teacher import LoadedModel, load
@@ -92,20 +93,20 @@ def longest_row(trace: Path) -> int:
 
 @pytest.mark.parametrize("layout", ["tree", "packed"])
 @pytest.mark.parametrize("error", [cuda_error, cpu_error, MemoryError])
-def test_a_pack_without_memory_is_run_in_halves_with_the_same_rows(
+def test_a_pack_without_memory_is_run_in_more_passes_with_the_same_rows(
     error: Callable[[], Exception], layout: Any, toy: tuple[Path, Path], tmp_path: Path
 ) -> None:
     options = {"layout": layout, "max_tokens": 400, "shard_bytes": 8_000, "dtype": "float64"}
     whole = score(toy[1], load(toy[0], dtype="float64"), tmp_path / "whole", **options)
-    device, said = Device(longest_row(toy[1]) + 40, error), []
+    device, said = Device(longest_row(toy[1]) - 10, error), []
     result: ScoreResult = score(
         toy[1], small(toy[0], device, dtype="float64"), tmp_path / "s", on_notice=said.append, **options
     )
     assert whole.budget is None and whole.plan.longest_pack > 2 * device.limit
     assert result.budget is not None and result.budget <= device.limit
     assert device.failed == len(said) >= 2, "halved, and halved again"
-    assert device.longest > longest_row(toy[1]), "parts of more than one invocation were run"
-    assert all("out of memory with a pack of" in line for line in said)
+    assert longest_row(toy[1]) > device.longest > 0, "even a single invocation took two passes"
+    assert all(re.match(r"out of memory with a forward of \d+ tokens: going on with at most", line) for line in said)
     assert run_of(tmp_path / "s") == run_of(tmp_path / "whole"), "the same plan, the same run"
     assert (result.shards, result.plan.digest) == (whole.shards, whole.plan.digest)
     mine, theirs = rows_of(tmp_path / "s"), rows_of(tmp_path / "whole")
@@ -131,17 +132,28 @@ def test_a_larger_device_goes_on_where_a_small_one_ended(toy: tuple[Path, Path],
         np.testing.assert_allclose(a["logprob"], b["logprob"], rtol=0, atol=1e-5)
 
 
-def test_an_invocation_that_alone_is_too_long_is_named_and_the_finished_ones_are_kept(
-    toy: tuple[Path, Path], tmp_path: Path
+def test_what_cannot_be_divided_is_named_and_the_finished_ones_are_kept(
+    toy: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     device = Device(longest_row(toy[1]) - 1)
-    with pytest.raises(InputError, match=r"episode 'grow', invocation 2: no memory for its \d+ tokens alone") as caught:
-        score(toy[1], small(toy[0], device), tmp_path / "s", max_tokens=200, shard_bytes=1)
+    refuse = "memopd_scorer.probing._static_reason"
+    with pytest.raises(InputError, match=r"episode 'grow', invocation 2: no memory for its \d+ tokens, ") as caught:
+        with monkeypatch.context() as only_alone:
+            only_alone.setattr(refuse, lambda model: "layers that no tree can fork")
+            teacher = small(toy[0], device)
+        score(toy[1], teacher, tmp_path / "s", max_tokens=200, shard_bytes=1)
     assert "CUDA out of memory" in str(caught.value) and "\n" not in str(caught.value)
     finished = len(list((tmp_path / "s").glob("shard-*")))
     assert finished > 0
+    monkeypatch.setattr(refuse, lambda model: "layers that no tree can fork")
     result = score(toy[1], toy[0], tmp_path / "s", max_tokens=200, shard_bytes=1)
     assert result.shards_scored == result.shards - finished
+
+
+def test_a_device_without_memory_for_one_token_is_told(toy: tuple[Path, Path], tmp_path: Path) -> None:
+    device = Device(0)
+    with pytest.raises(InputError, match=r"invocation 2: no memory for its \d+ tokens among the \d+ of its pack, 1 at"):
+        score(toy[1], small(toy[0], device), tmp_path / "s", max_tokens=200)
 
 
 def test_the_command_line_says_it_on_stderr(
@@ -154,23 +166,10 @@ def test_the_command_line_says_it_on_stderr(
     captured = capsys.readouterr()
     assert json.loads(captured.out)["targets"] > 100
     lines = captured.err.splitlines()
-    assert lines and all(line.startswith("out of memory with a pack of ") for line in lines)
-    device.limit = 5
+    assert lines and all(line.startswith("out of memory with a forward of ") for line in lines)
+    device.limit = 0
     assert run([*command, str(tmp_path / "t")]) == 3
     assert capsys.readouterr().err.splitlines()[-1].startswith("error: episode '")
-
-
-def test_parts_are_the_packs_states_in_order_and_within_the_budget() -> None:
-    (pack,) = plan(episodes(), max_tokens=10_000)
-    assert pack.shared_S.any()
-    longest = max(len(s) for s in pack.states)
-    for budget in (0, 1, longest, longest + 7, len(pack) // 2, len(pack)):
-        parts = split_pack(pack, budget)
-        assert [s.digest for p in parts for s in p.states] == [s.digest for s in pack.states]
-        assert all(len(p) <= budget or len(p.states) == 1 for p in parts)
-        assert sum(len(p.target_ids_M) for p in parts) == len(pack.target_ids_M)
-    assert len(parts) == 1 and np.array_equal(parts[0].token_ids_T, pack.token_ids_T)
-    assert len(split_pack(pack, 0)) == len(pack.states)
 
 
 def test_what_the_failed_attempt_held_is_let_go_before_the_next_one() -> None:
@@ -180,32 +179,33 @@ def test_what_the_failed_attempt_held_is_let_go_before_the_next_one() -> None:
     (pack,) = plan(episodes(), max_tokens=10_000)
     held: list[weakref.ref[Buffer]] = []
 
-    def attempt(part: Pack) -> Any:
+    def attempt(pack: Pack, tokens: int | None) -> Any:
         assert all(ref() is None for ref in held), "an earlier attempt's memory is still taken"
         buffer = Buffer()
         held.append(weakref.ref(buffer))
-        if len(part) > 100:
+        if tokens is None or tokens > 20:
             raise cuda_error()
         return "signals"
 
     gc.disable()  # only counting references is prompt
     try:
-        parts = list(Halving(attempt, lambda text: None).run(pack))
+        halving = Halving(attempt, lambda text: None)
+        assert halving.run(pack) == "signals"
     finally:
         gc.enable()
-    assert len(parts) > 2 and len(held) > len(parts)
+    assert len(held) > 3 and 10 < (halving.budget or 0) <= 20
 
 
 @pytest.mark.parametrize("error", [RuntimeError("shapes do not match"), ValueError("out of memory"), KeyError("x")])
 def test_other_errors_are_no_reason_to_halve(error: Exception) -> None:
     (pack,) = plan(episodes(), max_tokens=10_000)
 
-    def attempt(part: Pack) -> Any:
+    def attempt(pack: Pack, tokens: int | None) -> Any:
         raise error
 
     assert not is_out_of_memory(error)
     with pytest.raises(type(error)):
-        list(Halving(attempt, lambda text: None).run(pack))
+        Halving(attempt, lambda text: None).run(pack)
 
 
 def test_what_a_real_allocator_says_is_understood() -> None:

@@ -52,6 +52,9 @@ def test_a_plan_in_json_has_these_names_and_numbers(toy: tuple[Path, Path], caps
         "logical_tokens": 30,
         "executed_tokens": 18,
         "repeated_tokens": 0,
+        "deep_packs": 0,
+        "spared_tokens": 0,
+        "kept_tokens": 0,
         "sharing": 1.6667,
         "targets": 12,
         "left_out": 0,
@@ -63,8 +66,11 @@ def test_a_plan_in_json_has_these_names_and_numbers(toy: tuple[Path, Path], caps
         "balance_flops": 1.0,
         "sampled_bytes": 16 * 12,
         "estimated_flops": 2.0 * weights * 18 + 4 * 2 * 4 * 2 * 66 + 2 * 8 * 50 * 8,
+        "kept_bytes": 0,
         "hidden_bytes_bfloat16": 2 * 8 * 12,
         "hidden_bytes_float32": 4 * 8 * 12,
+        "hidden_bytes_states_float16": (2 * 8 + 4 + 8) * 12,
+        "hidden_bytes_states_int8": (8 + 4 + 8) * 12,
     }
     assert len(digest) == 64
     assert run(command) == 0

@@ -10,7 +10,7 @@ What a backend does not compute it refuses by name. Sliding windows count along 
 """
 
 from memopd_scorer.attention.choice import REQUESTS, Backend, Choice, Request, choose
-from memopd_scorer.attention.forward import states_at_rows, use_backend
+from memopd_scorer.attention.forward import iter_states_at_rows, states_at_rows, use_backend
 from memopd_scorer.attention.visibility import UnsupportedAttentionError, Visibility
 
 __all__ = [
@@ -21,6 +21,7 @@ __all__ = [
     "UnsupportedAttentionError",
     "Visibility",
     "choose",
+    "iter_states_at_rows",
     "states_at_rows",
     "use_backend",
 ]

@@ -1,4 +1,4 @@
-"""`eager`: one dense T x T mask from the visibility rule itself, and an explicit softmax. The readable reference."""
+"""`eager`: a dense mask from the visibility rule, an explicit softmax, float32 at least: the readable reference."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from memopd_scorer.attention.visibility import Extras, grouped, read_call, ungro
 
 def attend(
     module: torch.nn.Module,
-    query: Tensor,  # [1, H, T, E]
-    key: Tensor,  # [1, G, T, E]
-    value: Tensor,  # [1, G, T, E']
+    query: Tensor,  # [1, H, Q, E]
+    key: Tensor,  # [1, G, Q, E]
+    value: Tensor,  # [1, G, Q, E']
     attention_mask: Tensor | None = None,
     **options: Any,
 ) -> tuple[Tensor, None]:
-    """Attention of one layer over a pack. Returns ([1, T, H, E'], None)."""
-    visibility, extras = read_call(module, query, key, attention_mask, options)
-    packed_T = torch.arange(len(visibility), device=query.device)
-    mask_TT = (visibility.visible_from_T[None] <= packed_T[:, None]) & (
-        packed_T[:, None] < visibility.visible_until_T[None]
-    )
+    """Attention of one layer over a pass. Returns ([1, Q, H, E'], None)."""
+    visibility, extras, key, value = read_call(module, query, key, value, attention_mask, options)
+    query_Q1 = visibility.queries()[:, None]
+    mask_QK = (visibility.visible_from_K[None] <= query_Q1) & (query_Q1 < visibility.visible_until_K[None])
     if extras.window is not None:
-        mask_TT &= visibility.path_T[None] > visibility.path_T[:, None] - extras.window
-    return ungrouped(explicit(*grouped(query, key, value), mask_TT, extras)), None
+        mask_QK &= visibility.path_K[None] > visibility.path_K[query_Q1] - extras.window
+    wide = torch.promote_types(query.dtype, torch.float32)
+    query_Q, key_K, value_K = (t.to(wide) for t in grouped(query, key, value))
+    return ungrouped(explicit(query_Q, key_K, value_K, mask_QK, extras)).to(query.dtype), None
 
 
 def explicit(query: Tensor, key: Tensor, value: Tensor, mask_QJ: Tensor, extras: Extras) -> Tensor:

@@ -1,6 +1,6 @@
 """`flex`: FlexAttention under the interval rule `visible_from[k] <= q < visible_until[k]`, one kernel a layer.
 
-The block mask is built from the least and the largest interval ends of each block of tokens, never from T x T
+The block mask is built from the least and the largest interval ends of each block of tokens, never from single
 cells. On a CUDA device the kernel is compiled (once, for all lengths); on a CPU torch runs it uncompiled and forward
 only, which is for tests.
 """
@@ -23,18 +23,18 @@ BLOCK = 128
 
 def attend(
     module: torch.nn.Module,
-    query: Tensor,  # [1, H, T, E]
-    key: Tensor,  # [1, G, T, E]
-    value: Tensor,  # [1, G, T, E']
+    query: Tensor,  # [1, H, Q, E]
+    key: Tensor,  # [1, G, Q, E]
+    value: Tensor,  # [1, G, Q, E']
     attention_mask: Tensor | None = None,
     **options: Any,
 ) -> tuple[Tensor, None]:
-    """Attention of one layer over a pack. Returns ([1, T, H, E'], None).
+    """Attention of one layer over a pass. Returns ([1, Q, H, E'], None).
 
     Raises:
         UsageError: gradients are asked for on a CPU.
     """
-    visibility, extras = read_call(module, query, key, attention_mask, options)
+    visibility, extras, key, value = read_call(module, query, key, value, attention_mask, options)
     if query.device.type == "cpu" and torch.is_grad_enabled() and query.requires_grad:
         raise UsageError("the attention backend 'flex' has no backward on a CPU", hint="use sdpa to train there")
     at = ("flex", extras.window)
@@ -75,25 +75,26 @@ def _softcapped(cap: float) -> Callable[..., Tensor]:
 
 def block_mask(visibility: Visibility, window: int | None) -> BlockMask:
     """Which blocks of keys each block of queries visits, and which of them need no look at single tokens."""
-    start, until, path = visibility.visible_from_T, visibility.visible_until_T, visibility.path_T
-    tokens = len(visibility)
+    start, until, path = visibility.visible_from_K, visibility.visible_until_K, visibility.path_K
+    query = visibility.queries()
 
     def sees(batch: Tensor, head: Tensor, q: Tensor, k: Tensor) -> Tensor:
-        seen = (start[k] <= q) & (q < until[k])
-        return seen if window is None else seen & (path[k] > path[q] - window)
+        seen = (start[k] <= query[q]) & (query[q] < until[k])
+        return seen if window is None else seen & (path[k] > path[query[q]] - window)
 
-    first_B = torch.arange(0, tokens, BLOCK, device=path.device)
-    last_B = torch.minimum(first_B + BLOCK - 1, torch.full_like(first_B, tokens - 1))
     (from_low, from_high), (until_low, until_high), (path_low, path_high) = (_bounds(x) for x in (start, until, path))
-    some_BB = (from_low[None] <= last_B[:, None]) & (first_B[:, None] < until_high[None])
-    all_BB = (from_high[None] <= first_B[:, None]) & (last_B[:, None] < until_low[None])
+    (first, last), (first_path, last_path) = _bounds(query), _bounds(path[query])
+    some_BC = (from_low[None] <= last[:, None]) & (first[:, None] < until_high[None])
+    all_BC = (from_high[None] <= first[:, None]) & (last[:, None] < until_low[None])
     if window is not None:
-        some_BB &= path_high[None] > path_low[:, None] - window
-        all_BB &= path_low[None] > path_high[:, None] - window
-    whole_B = last_B - first_B == BLOCK - 1  # the kernel looks at single tokens in a block that is not
-    all_BB &= whole_B[:, None] & whole_B[None]
-    partial, full = (_listed(x) for x in (some_BB & ~all_BB, all_BB))
-    return BlockMask.from_kv_blocks(*partial, *full, BLOCK_SIZE=BLOCK, mask_mod=sees, seq_lengths=(tokens, tokens))
+        some_BC &= path_high[None] > first_path[:, None] - window
+        all_BC &= path_low[None] > last_path[:, None] - window
+    lengths = len(query), len(visibility)
+    for dim, tokens in enumerate(lengths):  # the kernel looks at single tokens in a block that is not whole
+        if tokens % BLOCK:
+            all_BC.select(dim, -1).fill_(False)
+    partial, full = (_listed(x) for x in (some_BC & ~all_BC, all_BC))
+    return BlockMask.from_kv_blocks(*partial, *full, BLOCK_SIZE=BLOCK, mask_mod=sees, seq_lengths=lengths)
 
 
 def _bounds(values_T: Tensor) -> tuple[Tensor, Tensor]:
@@ -103,7 +104,7 @@ def _bounds(values_T: Tensor) -> tuple[Tensor, Tensor]:
     return blocks.amin(1), blocks.amax(1)
 
 
-def _listed(blocks_BB: Tensor) -> tuple[Tensor, Tensor]:
-    """Counts [1, 1, B] and indices [1, 1, B, B] (the marked ones first) of a matrix of blocks."""
-    order = torch.argsort((~blocks_BB).to(torch.int8), dim=1, stable=True).to(torch.int32)
-    return blocks_BB.sum(1, dtype=torch.int32)[None, None], order[None, None].contiguous()
+def _listed(blocks_BC: Tensor) -> tuple[Tensor, Tensor]:
+    """Counts [1, 1, B] and indices [1, 1, B, C] (the marked ones first) of a matrix of blocks."""
+    order = torch.argsort((~blocks_BC).to(torch.int8), dim=1, stable=True).to(torch.int32)
+    return blocks_BC.sum(1, dtype=torch.int32)[None, None], order[None, None].contiguous()

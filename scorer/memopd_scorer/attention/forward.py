@@ -4,7 +4,7 @@ The backends are registered with Transformers' attention interface, so that ever
 tree without model code of ours; the pack's visibility travels as a keyword argument of the forward. No mask is
 built by the model, because Transformers knows none for these names.
 
-Shape legend: T packed tokens, R prediction rows, D model width.
+Shape legend: Q tokens of a pass (all packed ones, where there is one pass), R prediction rows, D model width.
 """
 
 from __future__ import annotations
@@ -21,7 +21,10 @@ from transformers import AttentionInterface, PreTrainedModel
 
 from memopd_scorer.attention import dense, flex, spans, varlen
 from memopd_scorer.attention.choice import Backend
+from memopd_scorer.attention.past import Past
 from memopd_scorer.attention.visibility import KWARG, UnsupportedAttentionError, Visibility
+from memopd_scorer.passes import Pass, passes_of
+from memopd_scorer.placement import runs_on
 from memopd_scorer.plan import Pack
 
 # Transformers reads meaning into names that hold "sdpa", "flex" or "flash"; these hold none.
@@ -55,37 +58,64 @@ def states_at_rows(model: PreTrainedModel, pack: Pack, *, backend: Backend = "sd
             model does not take position ids or does not call its output head.
         ValueError: `native` for a pack that is not one plain state.
     """
-    device = model.get_input_embeddings().weight.device
-    ids_1T = torch.from_numpy(pack.token_ids_T.astype(np.int64)).to(device)[None]
+    (hidden_RD,) = iter_states_at_rows(model, pack, backend=backend)
+    return hidden_RD
+
+
+def iter_states_at_rows(
+    model: PreTrainedModel, pack: Pack, *, backend: Backend = "sdpa", pass_tokens: int | None = None
+) -> Iterator[Tensor]:
+    """As `states_at_rows`, in passes of at most `pass_tokens` tokens (`memopd_scorer.passes`; `None` = one pass):
+    each pass's part of hidden_RD, in order.
+
+    Between passes the keys and values of one path are held, in all layers. `native` is one pass.
+    """
+    passes = passes_of(pack, None if backend == "native" else pass_tokens)
+    past = Past() if len(passes) > 1 else None
+    for number, part in enumerate(passes):
+        if past is not None:
+            following = passes[number + 1].kept if number + 1 < len(passes) else ()
+            past.begin(part.locate(following))
+        hidden_QD = _run(model, pack, part, past, backend)
+        first, last = np.searchsorted(pack.rows_R, [part.start, part.stop])
+        rows = torch.from_numpy(pack.rows_R[first:last].astype(np.int64) - part.start).to(hidden_QD.device)
+        yield hidden_QD.index_select(0, rows)
+
+
+def _run(model: PreTrainedModel, pack: Pack, part: Pass, past: Past | None, backend: Backend) -> Tensor:
+    """[Q, D]: the head's input at every token of a pass."""
+    device = runs_on(model.get_input_embeddings())
+    tokens = slice(part.start, part.stop)
+    ids_1Q = torch.from_numpy(pack.token_ids_T[tokens].astype(np.int64)).to(device)[None]
     if backend == "native":
         if not pack.is_plain:
             raise ValueError(f"the native backend runs one plain state, this pack has {len(pack.states)} states")
-        hidden = _head_input(model, ids_1T, {})
+        hidden = _head_input(model, ids_1Q, {})
     else:
         if not _takes_positions(model):
             raise UnsupportedAttentionError(
                 f"{type(model).__name__} takes no position ids, so it cannot run recorded positions or a packed tree"
             )
-        positions_1T = torch.from_numpy(pack.positions_T.astype(np.int64)).to(device)[None]
+        positions_1Q = torch.from_numpy(pack.positions_T[tokens].astype(np.int64)).to(device)[None]
         with use_backend(model, backend):
-            hidden = _head_input(model, ids_1T, {"position_ids": positions_1T, KWARG: Visibility.of(pack, device)})
-    if hidden.shape[:2] != ids_1T.shape:
+            visibility = Visibility.of(pack, device, part, past)
+            hidden = _head_input(model, ids_1Q, {"position_ids": positions_1Q, KWARG: visibility})
+    if hidden.shape[:2] != ids_1Q.shape:
         raise UnsupportedAttentionError(
-            f"{type(model).__name__} hands its head states of shape {tuple(hidden.shape)} for {len(pack)} tokens"
+            f"{type(model).__name__} hands its head states of shape {tuple(hidden.shape)} for {ids_1Q.shape[1]} tokens"
         )
-    rows_R = torch.from_numpy(pack.rows_R.astype(np.int64)).to(hidden.device)
-    return hidden[0].index_select(0, rows_R)
+    return hidden[0]
 
 
-def _head_input(model: PreTrainedModel, ids_1T: Tensor, arguments: dict[str, Any]) -> Tensor:
-    """[1, T, D]: what the model's own forward hands its output head, whatever stands between body and head."""
+def _head_input(model: PreTrainedModel, ids_1Q: Tensor, arguments: dict[str, Any]) -> Tensor:
+    """[1, Q, D]: what the model's own forward hands its output head, whatever stands between body and head."""
 
     def stop(_: torch.nn.Module, inputs: tuple[Tensor, ...]) -> None:
         raise _AtHead(inputs[0])
 
     hook = model.get_output_embeddings().register_forward_pre_hook(stop)
     try:
-        model(ids_1T, use_cache=False, **arguments)
+        model(ids_1Q, use_cache=False, **arguments)
     except _AtHead as reached:
         return reached.hidden
     finally:

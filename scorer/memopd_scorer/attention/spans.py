@@ -4,9 +4,10 @@ No T x T mask exists: a span whose branch starts with it runs without a mask, an
 MASK_CELLS cells, whose masks are made once for all layers.
 
 The keys of a span, concatenated in path order, are its branch from the first token on: key j has path index j.
-So a sliding window counts along the branch, whatever the position ids are.
+So a sliding window counts along the branch, whatever the position ids are. Only recorded visibility leaves holes there,
+where an earlier pass let go of a key; its masks are made from the rule itself.
 
-Shape legend: T packed tokens, Q queries of a block, J keys of a branch, G key/value heads, R heads a group,
+Shape legend: K keys of a pass, Q queries (of a block), J keys of a branch, G key/value heads, R heads a group,
 E head size.
 """
 
@@ -24,12 +25,12 @@ from memopd_scorer.attention.dense import explicit
 from memopd_scorer.attention.visibility import Extras, Visibility, grouped, read_call, ungrouped
 from memopd_scorer.plan import Span
 
-MASK_CELLS = 2**22  # of one block: 4 MiB
+MASK_CELLS = 2**24  # of one block: 16 MiB
 KEPT_CELLS = 2**26  # of all blocks of a pack that are kept for the next layer
 
 
 class _Block(NamedTuple):
-    """Queries `[start, stop)` (packed) against keys `[low, high)` (path) of a span's branch; no mask = causal."""
+    """Queries `[start, stop)` (indices of keys) against keys `[low, high)` of a span's branch; no mask = causal."""
 
     start: int
     stop: int
@@ -40,21 +41,22 @@ class _Block(NamedTuple):
 
 def attend(
     module: torch.nn.Module,
-    query: Tensor,  # [1, H, T, E]
-    key: Tensor,  # [1, G, T, E]
-    value: Tensor,  # [1, G, T, E']
+    query: Tensor,  # [1, H, Q, E]
+    key: Tensor,  # [1, G, Q, E]
+    value: Tensor,  # [1, G, Q, E']
     attention_mask: Tensor | None = None,
     **options: Any,
 ) -> tuple[Tensor, None]:
-    """Attention of one layer over a pack, span by span. Returns ([1, T, H, E'], None)."""
-    visibility, extras = read_call(module, query, key, attention_mask, options)
+    """Attention of one layer over a pass, span by span. Returns ([1, Q, H, E'], None)."""
+    visibility, extras, key, value = read_call(module, query, key, value, attention_mask, options)
     query, key, value = grouped(query, key, value)
     outputs: list[Tensor] = []
     for span in visibility.spans:
         key_J, value_J = _branch(span, key), _branch(span, value)
         for block in _blocks(span, visibility, extras.window):
-            arguments = (query[:, :, block.start : block.stop], key_J[:, :, block.low : block.high])
-            outputs.append(_run(block, *arguments, value_J[:, :, block.low : block.high], extras))
+            query_Q = query[:, :, block.start - visibility.before : block.stop - visibility.before]
+            keys = slice(block.low, block.high)
+            outputs.append(_run(block, query_Q, key_J[:, :, keys], value_J[:, :, keys], extras))
     return ungrouped(torch.cat(outputs, dim=2)), None
 
 
@@ -98,7 +100,7 @@ def _blocks(span: Span, visibility: Visibility, window: int | None) -> list[_Blo
 
 
 def _make_blocks(span: Span, visibility: Visibility, window: int | None) -> Iterator[_Block]:
-    depth = sum(b - a for a, b in span.ancestors)  # path index of the span's first token
+    depth = sum(b - a for a, b in span.ancestors)  # index of the span's first token among the keys of its branch
     branch = depth + span.stop - span.start
     if span.causal and depth == 0 and (window is None or window >= branch):
         yield _Block(span.start, span.stop, 0, branch, None)
@@ -108,33 +110,30 @@ def _make_blocks(span: Span, visibility: Visibility, window: int | None) -> Iter
         stop = min(start + size, span.stop)
         # causal queries see nothing after themselves; a window lets them forget the far past
         high = depth + stop - span.start if span.causal else branch
-        low = 0 if window is None else max(0, depth + start - span.start - window + 1)
-        yield _Block(start, stop, low, high, _mask(span, (start, stop), (low, high), depth, visibility, window))
+        low = 0
+        if window is not None and span.causal:
+            low = max(0, depth + start - span.start - window + 1)
+        if span.causal:
+            mask = _causal(depth + start - span.start, depth + stop - span.start, low, high, visibility, window)
+        else:
+            mask = _recorded(span, start, stop, visibility, window)
+        yield _Block(start, stop, low, high, mask)
 
 
-def _mask(
-    span: Span,
-    queries: tuple[int, int],
-    keys: tuple[int, int],
-    depth: int,
-    visibility: Visibility,
-    window: int | None,
-) -> Tensor:
-    """bool [Q, J]: may packed query queries[0]+i see key keys[0]+j of its branch?"""
-    device = visibility.path_T.device
-    (start, stop), (low, high) = queries, keys
-    path_Q = torch.arange(depth + start - span.start, depth + stop - span.start, device=device)[:, None]
+def _causal(first: int, last: int, low: int, high: int, visibility: Visibility, window: int | None) -> Tensor:
+    """bool [Q, J]: does the query with path index first+i see the key with path index low+j?"""
+    device = visibility.path_K.device
+    path_Q1 = torch.arange(first, last, device=device)[:, None]
     path_J = torch.arange(low, high, device=device)[None]
-    if span.causal:
-        mask_QJ = path_J <= path_Q
-    else:
-        mask_QJ = torch.ones(stop - start, high - low, dtype=torch.bool, device=device)
-        own = slice(max(0, depth - low), None)  # ancestors are seen whole, own tokens as recorded
-        query_Q = torch.arange(start, stop, device=device)[:, None]
-        those = slice(span.start + max(0, low - depth), span.stop)
-        mask_QJ[:, own] = (visibility.visible_from_T[None, those] <= query_Q) & (
-            query_Q < visibility.visible_until_T[None, those]
-        )
-    if window is not None:
-        mask_QJ &= path_J > path_Q - window
-    return mask_QJ
+    mask_QJ = path_J <= path_Q1
+    return mask_QJ if window is None else mask_QJ & (path_J > path_Q1 - window)
+
+
+def _recorded(span: Span, start: int, stop: int, visibility: Visibility, window: int | None) -> Tensor:
+    """bool [Q, J]: does query start+i see key j of the span's branch?"""
+    path_K, from_K, until_K = visibility.path_K, visibility.visible_from_K, visibility.visible_until_K
+    ranges = [*span.ancestors, (span.start, span.stop)]
+    key_J = torch.cat([torch.arange(a, b, device=path_K.device) for a, b in ranges])
+    query_Q1 = torch.arange(start, stop, device=path_K.device)[:, None]
+    mask_QJ = (from_K[None, key_J] <= query_Q1) & (query_Q1 < until_K[None, key_J])
+    return mask_QJ if window is None else mask_QJ & (path_K[None, key_J] > path_K[query_Q1] - window)

@@ -9,8 +9,9 @@ torch's kernel) softcaps are refused by name.
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Callable
 from functools import cache
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,29 +19,27 @@ from torch import Tensor
 from memopd_scorer.attention.visibility import Extras, UnsupportedAttentionError, Visibility, read_call
 
 
-class Kernel(Protocol):
+class Call(NamedTuple):
     """Causal attention of many sequences: q [Tq, H, E], k and v [Tk, G, E] -> [Tq, H, E].
 
-    Sequence i has queries `ends_q[i]:ends_q[i+1]` and keys `ends_k[i]:ends_k[i+1]`; its last query sees all its keys,
-    each earlier one a key less, and with `window` only the last `window` of those.
+    Sequence i has queries `ends_q[i]:ends_q[i+1]` and keys `ends_k[i]:ends_k[i+1]` (int32, from 0 on); its last query
+    sees all its keys, each earlier one a key less, and with `window` only the last `window` of those. `longest_q` and
+    `longest_k` are the lengths of the longest sequence. `softcap` bounds the scores, after `scale`.
     """
 
-    def __call__(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        ends_q: Tensor,
-        ends_k: Tensor,
-        longest_q: int,
-        longest_k: int,
-        *,
-        scale: float,
-        window: int | None,
-        softcap: float | None,
-    ) -> Tensor:
-        """See the class."""
-        ...
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    ends_q: Tensor
+    ends_k: Tensor
+    longest_q: int
+    longest_k: int
+    scale: float
+    window: int | None
+    softcap: float | None
+
+
+Kernel = Callable[[Call], Tensor]
 
 
 class _Branches(NamedTuple):
@@ -55,14 +54,14 @@ class _Branches(NamedTuple):
 
 def attend(
     module: torch.nn.Module,
-    query: Tensor,  # [1, H, T, E]
-    key: Tensor,  # [1, G, T, E]
-    value: Tensor,  # [1, G, T, E']
+    query: Tensor,  # [1, H, Q, E]
+    key: Tensor,  # [1, G, Q, E]
+    value: Tensor,  # [1, G, Q, E']
     attention_mask: Tensor | None = None,
     **options: Any,
 ) -> tuple[Tensor, None]:
-    """Attention of one layer over a pack. Returns ([1, T, H, E'], None)."""
-    visibility, extras = read_call(module, query, key, attention_mask, options)
+    """Attention of one layer over a pass. Returns ([1, Q, H, E'], None)."""
+    visibility, extras, key, value = read_call(module, query, key, value, attention_mask, options)
     _refuse(module, query, value, visibility, extras)
     if "flash" not in visibility.made:
         visibility.made["flash"] = branches(visibility)
@@ -70,15 +69,8 @@ def attend(
     q, k, v = (t[0].transpose(0, 1) for t in (query, key, value))
     if of.index_K is not None:
         k, v = k.index_select(0, of.index_K), v.index_select(0, of.index_K)
-    output = kernel()(
-        q.contiguous(),
-        k.contiguous(),
-        v.contiguous(),
-        *of[1:],
-        scale=extras.scaling,
-        window=extras.window,
-        softcap=extras.softcap,
-    )
+    q, k, v = (t.contiguous() for t in (q, k, v))
+    output = kernel()(Call(q, k, v, *of[1:], extras.scaling, extras.window, extras.softcap))
     return output[None], None
 
 
@@ -97,8 +89,8 @@ def _refuse(module: torch.nn.Module, query: Tensor, value: Tensor, visibility: V
 
 
 def branches(visibility: Visibility) -> _Branches:
-    """The sequences of a pack whose spans are all causal."""
-    device = visibility.path_T.device
+    """The sequences of a pass whose spans are all causal."""
+    device = visibility.path_K.device
     ranges = [[*s.ancestors, (s.start, s.stop)] for s in visibility.spans]
     index = [torch.arange(a, b, device=device) for branch in ranges for a, b in branch]
     lengths_q = [s.stop - s.start for s in visibility.spans]
@@ -117,66 +109,30 @@ def kernel() -> Kernel:
     return flash_attn_kernel if importlib.util.find_spec("flash_attn") else torch_kernel
 
 
-def flash_attn_kernel(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    ends_q: Tensor,
-    ends_k: Tensor,
-    longest_q: int,
-    longest_k: int,
-    *,
-    scale: float,
-    window: int | None,
-    softcap: float | None,
-) -> Tensor:
+def flash_attn_kernel(call: Call) -> Tensor:
     """`Kernel` by flash-attn 2.6 or later."""
     from flash_attn import flash_attn_varlen_func  # type: ignore[import-not-found]
 
     output: Tensor = flash_attn_varlen_func(
-        q,
-        k,
-        v,
-        ends_q,
-        ends_k,
-        longest_q,
-        longest_k,
-        softmax_scale=scale,
+        *call[:7],
+        softmax_scale=call.scale,
         causal=True,
-        window_size=(-1, -1) if window is None else (window - 1, 0),
-        softcap=softcap or 0.0,
+        window_size=(-1, -1) if call.window is None else (call.window - 1, 0),  # keys before the query's own
+        softcap=call.softcap or 0.0,
     )
     return output
 
 
-def torch_kernel(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    ends_q: Tensor,
-    ends_k: Tensor,
-    longest_q: int,
-    longest_k: int,
-    *,
-    scale: float,
-    window: int | None,
-    softcap: float | None,
-) -> Tensor:
+def torch_kernel(call: Call) -> Tensor:
     """`Kernel` by `torch.nn.attention.varlen`; it knows no softcap."""
     from torch.nn.attention.varlen import varlen_attn
 
-    assert softcap is None
+    assert call.softcap is None
     output = varlen_attn(
-        q,
-        k,
-        v,
-        ends_q,
-        ends_k,
-        longest_q,
-        longest_k,
-        scale=scale,
-        window_size=(-1 if window is None else window - 1, 0),
-        enable_gqa=q.shape[1] != k.shape[1],
+        *call[:7],
+        scale=call.scale,
+        window_size=(-1 if call.window is None else call.window - 1, 0),
+        enable_gqa=call.q.shape[1] != call.k.shape[1],
     )
     assert isinstance(output, Tensor)  # a pair only where more is asked for
     return output

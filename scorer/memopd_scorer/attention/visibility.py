@@ -1,6 +1,8 @@
-"""What a packed backend is handed in one attention call, read and checked: the pack's visibility and a layer's extras.
+"""What a packed backend is handed in one attention call, read and checked: the visibility, a layer's keys and values
+with those kept of earlier passes, and its extras.
 
-Shape legend: T packed tokens, H heads, G key/value heads, R = H / G heads a group, E head size.
+Shape legend: Q queries, K keys of which the last Q are the queries' own (all packed tokens where one pass runs them),
+H heads, G key/value heads, R = H / G heads a group, E head size.
 """
 
 from __future__ import annotations
@@ -12,6 +14,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from memopd_scorer.attention.past import Past
+from memopd_scorer.passes import Pass
 from memopd_scorer.plan import Pack, Span
 from memopd_trace.errors import InputError
 
@@ -44,19 +48,39 @@ class UnsupportedAttentionError(InputError):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Visibility:
-    """A pack's visibility on the device: see `memopd_scorer.plan.Pack`.
+    """How a pass's queries see its keys, by indices of keys: see `memopd_scorer.plan.Pack` and `Pass.spans`.
 
-    `made` holds what a backend builds once for all layers.
+    The first `before` keys are those of earlier passes, which `past` holds. `made` is what a backend builds once for
+    all layers.
     """
 
-    path_T: Tensor
-    visible_from_T: Tensor
-    visible_until_T: Tensor
+    path_K: Tensor
+    visible_from_K: Tensor
+    visible_until_K: Tensor
     spans: tuple[Span, ...]
+    before: int = 0
+    past: Past | None = None
     made: dict[Any, Any] = field(default_factory=dict)
 
     def __len__(self) -> int:
-        return len(self.path_T)
+        return len(self.path_K)
+
+    def queries(self) -> Tensor:
+        """[Q]: the queries' indices among the keys."""
+        return torch.arange(self.before, len(self), device=self.path_K.device)
+
+    def to(self, device: torch.device | str | int, non_blocking: bool = False) -> Visibility:
+        """The same on another device, made once: Accelerate asks for it where layers are on several."""
+        if torch.device(device) == self.path_K.device:
+            return self
+        if ("on", str(device)) not in self.made:
+            path, start, until = (
+                tensor.to(device, non_blocking=non_blocking)
+                for tensor in (self.path_K, self.visible_from_K, self.visible_until_K)
+            )
+            self.made["on", str(device)] = Visibility(path, start, until, self.spans, self.before, self.past)
+        there: Visibility = self.made["on", str(device)]
+        return there
 
     @property
     def is_causal(self) -> bool:
@@ -64,13 +88,16 @@ class Visibility:
         return all(s.causal for s in self.spans)
 
     @classmethod
-    def of(cls, pack: Pack, device: torch.device) -> Visibility:
-        """Copy a pack's visibility to `device`."""
+    def of(cls, pack: Pack, device: torch.device, part: Pass | None = None, past: Past | None = None) -> Visibility:
+        """Copy a pack's visibility to `device`, all of it or that of one pass."""
+        part = Pass(0, len(pack), ()) if part is None else part
+        packed_K = np.concatenate([np.arange(a, b) for a, b in part.keys])
+        shift = part.start - part.tokens_kept
         path, start, until = (
-            torch.from_numpy(a.astype(np.int64)).to(device)
-            for a in (pack.path_T, pack.visible_from_T, pack.visible_until_T)
+            torch.from_numpy(a[packed_K].astype(np.int64) - by).to(device)
+            for a, by in ((pack.path_T, 0), (pack.visible_from_T, shift), (pack.visible_until_T, shift))
         )
-        return cls(path, start, until, pack.spans)
+        return cls(path, start, until, part.spans(pack), part.tokens_kept, past)
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,9 +112,15 @@ class Extras:
 
 
 def read_call(
-    module: torch.nn.Module, query: Tensor, key: Tensor, attention_mask: Tensor | None, options: dict[str, Any]
-) -> tuple[Visibility, Extras]:
-    """The visibility and the extras of one attention call; anything not understood is refused by name.
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    options: dict[str, Any],
+) -> tuple[Visibility, Extras, Tensor, Tensor]:
+    """The visibility and the extras of one attention call, and its keys and values, both [1, G, K, E]; anything not
+    understood is refused by name.
 
     Raises:
         UnsupportedAttentionError: naming the layer and what it uses.
@@ -102,7 +135,7 @@ def read_call(
     softcap, sinks = options.pop("softcap", None), options.pop("s_aux", None)
     scaling = options.pop("scaling", None)
     is_causal = options.pop("is_causal", None)
-    tokens = len(visibility)
+    tokens = len(visibility) - visibility.before
     reason = None
     if attention_mask is not None:
         reason = "a mask of the model's own"
@@ -111,7 +144,7 @@ def read_call(
     elif not (is_causal if is_causal is not None else getattr(module, "is_causal", True)):
         reason = "attention that is not causal"
     elif query.shape[0] != 1 or query.shape[2] != tokens or key.shape[2] != tokens:
-        reason = f"queries of shape {tuple(query.shape)} and {key.shape[2]} keys for a pack of {tokens} tokens"
+        reason = f"queries of shape {tuple(query.shape)} and {key.shape[2]} keys for {tokens} tokens"
     elif query.shape[1] % key.shape[1]:
         reason = f"{query.shape[1]} heads for {key.shape[1]} key heads"
     else:
@@ -119,16 +152,15 @@ def read_call(
         reason = f"the attention option '{unknown[0]}'" if unknown else None
     if reason is not None:
         raise UnsupportedAttentionError(f"{name} uses {reason}")
-    return visibility, Extras(
-        scaling=query.shape[-1] ** -0.5 if scaling is None else scaling,
-        window=window or None,
-        softcap=softcap,
-        sinks_H=sinks,
-    )
+    scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
+    extras = Extras(scaling=scaling, window=window or None, softcap=softcap, sinks_H=sinks)
+    if visibility.past is None:
+        return visibility, extras, key, value
+    return visibility, extras, *visibility.past.join(key, value)
 
 
 def grouped(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """[1, H, T, E] and twice [1, G, T, E] as three views [G, R, T, E]: the keys are repeated without a copy."""
+    """[1, H, Q, E] and twice [1, G, K, E] as three views [G, R, …, E]: the keys are repeated without a copy."""
     groups = key.shape[1]
     each = query.shape[1] // groups
     wide = [t[0][:, None].expand(groups, each, -1, -1) for t in (key, value)]
@@ -136,5 +168,5 @@ def grouped(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, 
 
 
 def ungrouped(output: Tensor) -> Tensor:
-    """[G, R, T, E] -> [1, T, H, E], as Transformers wants it."""
+    """[G, R, Q, E] -> [1, Q, H, E], as Transformers wants it."""
     return output.flatten(0, 1).transpose(0, 1).contiguous()[None]
