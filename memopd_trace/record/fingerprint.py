@@ -80,13 +80,16 @@ def weights_digest(model: Any) -> str:
     """Hex SHA-256 over name, dtype, shape and bytes of every parameter of a torch module, sorted by name.
 
     Tied parameters count once. Bytes are those of the dtype in memory, so the digest says with which precision the
-    model ran.
+    model ran. Where the weights are changes nothing: offloaded ones are read, and parts on several ranks gathered (all
+    ranks call this).
     """
     import torch
 
+    from memopd_trace.record.parameters import iter_parameters
+
     h = hashlib.sha256()
-    for name, parameter in sorted(model.named_parameters()):
-        tensor = parameter.detach().to("cpu").contiguous()
+    for name, parameter in iter_parameters(model):
+        tensor = parameter.to("cpu").contiguous()
         h.update(f"{name} {tensor.dtype} {list(tensor.shape)}\n".encode())
         h.update(tensor.reshape(-1).view(torch.uint8).numpy().data)
     return h.hexdigest()

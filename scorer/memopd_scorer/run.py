@@ -1,43 +1,52 @@
 """A scoring run as one process sees it: the job, its teacher, the plan, and the scores of a shard.
 
 Every worker of a run opens the same job and plans for itself; plans are deterministic, so shard 17 is the same packs
-everywhere.
+everywhere. Planning again costs little beside a forward (tens of millions of tokens a second), and nothing larger than
+a shard's number travels between workers.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
+from memopd_scorer.choosing import check_choice, chosen_ids, describe_student
+from memopd_scorer.deep import KEPT_BYTES, Deep
 from memopd_scorer.halving import Halving
 from memopd_scorer.plan import Layout, Pack, PlanSummary, plan_states
 from memopd_scorer.signals import Signals, bytes_per_target, check_signals, compute_signals, describe_head
-from memopd_scorer.store import SHARD_BYTES, SHARD_TOKENS, iter_shards
+from memopd_scorer.store import SHARD_BYTES, SHARD_TOKENS, check_folder, iter_shards
 from memopd_scorer.teacher import LoadedModel, check_trace
+from memopd_scorer.tiers import check_tier
 from memopd_scorer.views import iter_states, open_views
 from memopd_trace import __version__
-from memopd_trace.errors import InputError
+from memopd_trace.errors import InputError, UsageError
 from memopd_trace.metadata import HeadInfo, Producer, ScoresMetadata, TeacherInfo
+from memopd_trace.places import Place
 from memopd_trace.record.fingerprint import config_digest, weights_digest
 from memopd_trace.schema import RECORDED
-from memopd_trace.storage import TraceReader
+from memopd_trace.storage import TraceReader, read_manifest
+from memopd_trace.validate import require_valid
 
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """What is scored and how; plain values, so that it can be sent to workers.
+    """What is scored and how; plain values, so that it can be sent to workers. `states` is the tier of stored states.
 
     Raises:
-        UsageError: an unknown signal.
+        UsageError: an unknown signal or tier, or a tier without states.
     """
 
     trace: str
     signals: tuple[str, ...] = ("sampled", "hidden")
     topk: int = 64
+    states: str = "exact"
     layout: Layout = "tree"
     max_tokens: int = 8192
+    kept_bytes: int = KEPT_BYTES
     view: str = RECORDED
     views: str | None = None
     shard_bytes: int = SHARD_BYTES
@@ -45,76 +54,252 @@ class Job:
 
     def __post_init__(self) -> None:
         check_signals(self.signals)
+        check_tier(self.states)
+        if self.states != "exact" and "hidden" not in self.signals:
+            raise UsageError(
+                f"states in the tier {self.states}, without the signal hidden", hint="add it to the signals"
+            )
 
 
-class Run:
-    """A job opened with its teacher: planned once for `plan` and `metadata`, and again by every `iter_shards`.
+def nobody() -> None:
+    """No student: the teacher chooses its own ids."""
 
-    The trace must be valid (`memopd_trace.validate.require_valid`). `on_notice` is told what a user should know.
+
+@dataclass(frozen=True, slots=True)
+class Order:
+    """What an engine is asked for: a job, the folder of its scores, and the teacher, which every worker loads itself,
+    as the student that chooses ids, where one does. `on_pack(done, total)` follows each pack, `on_notice(text)` is told
+    what a user should know.
 
     Raises:
-        InputError: a teacher of another tokenizer, views that are not of this trace, `E-NO-TARGETS`.
+        UsageError: a student that is not to be asked.
+    """
+
+    job: Job
+    folder: Place
+    load_teacher: Callable[[], LoadedModel]
+    repair: bool
+    on_pack: Callable[[int, int], None]
+    on_notice: Callable[[str], None]
+    load_student: Callable[[], LoadedModel | None] = nobody
+
+    def __post_init__(self) -> None:
+        if self.load_student is not nobody:
+            check_choice(self.job.signals)
+
+
+class Shape(NamedTuple):
+    """What a plan needs to know of a teacher: the layout it is exact in, its real ids, the stored bytes of a target,
+    and what deep packs may take."""
+
+    layout: Layout
+    vocabulary: int
+    bytes_per_target: int
+    deep: Deep | None
+    asks_student: bool = False
+
+
+class ShardSize(NamedTuple):
+    """What a shard takes to score."""
+
+    packs: int
+    tokens: int
+
+
+class Planned:
+    """A job planned for a teacher's shape: the `plan` and the size of its `shards`, whose packs every walk makes anew.
+
+    Raises:
+        InputError: views that are not of this trace.
         UsageError: an unknown layout or view.
     """
 
-    def __init__(self, job: Job, teacher: LoadedModel, on_notice: Callable[[str], None]) -> None:
-        self.job, self.teacher = job, teacher
-        self.padded_mass = 0.0
+    def __init__(self, job: Job, shape: Shape) -> None:
+        self.job, self.shape = job, shape
         self._reader, self._views = TraceReader(job.trace), open_views(job.view, job.views)
-        self._halving = Halving(self._signals, on_notice)
-        check_trace(self._reader.metadata, teacher)
-        self.plan = PlanSummary(teacher.layout(job.layout), job.max_tokens)
-        for pack in self._packs():
-            self.plan.add(pack)
-        if not self.plan.targets:
-            under = "" if job.view == RECORDED else f" under the view '{job.view}'"
-            raise InputError(f"{job.trace}: no sampled token to score{under}", code="E-NO-TARGETS")
-        self.metadata = _metadata(job, teacher, self.plan)
-
-    @property
-    def budget(self) -> int | None:
-        """Packed tokens of a forward after the device ran out of memory; `None` = it never did."""
-        return self._halving.budget
+        self.plan = PlanSummary(shape.layout, job.max_tokens)
+        self.shards: list[ShardSize] = []
+        for packs in self.iter_shards():
+            for pack in packs:
+                self.plan.add(pack)
+            self.shards.append(ShardSize(len(packs), sum(len(pack) for pack in packs)))
+        self._walk, self._walked = self.iter_shards(), 0
 
     def iter_shards(self) -> Iterator[list[Pack]]:
         """The packs of shard 0, 1, …"""
-        head = self.metadata.teacher.head
-        per_target = bytes_per_target(
-            self.job.signals,
-            width=head.width,
-            hidden_bytes=self.teacher.head.weight_VD.element_size(),
-            topk=self.job.topk,
-            size=head.size,
+        job, shape = self.job, self.shape
+        states = iter_states(
+            self._reader, job.view, self._views, vocabulary=shape.vocabulary, with_recorded=shape.asks_student
         )
         return iter_shards(
-            self._packs(),
-            bytes_per_target=per_target,
-            shard_bytes=self.job.shard_bytes,
-            shard_tokens=self.job.shard_tokens,
+            plan_states(states, layout=shape.layout, max_tokens=job.max_tokens, deep=shape.deep),
+            bytes_per_target=shape.bytes_per_target,
+            shard_bytes=job.shard_bytes,
+            shard_tokens=job.shard_tokens,
+        )
+
+    def shard(self, number: int) -> list[Pack]:
+        """The packs of one shard. In rising order all are one walk; an earlier one than the last begins another.
+
+        Raises:
+            IndexError: the plan has fewer shards.
+        """
+        if number < self._walked:
+            self._walk, self._walked = self.iter_shards(), 0
+        for packs in self._walk:
+            self._walked += 1
+            if self._walked > number:
+                return packs
+        raise IndexError(f"shard {number} of {len(self.shards)}")
+
+
+@dataclass(frozen=True, slots=True)
+class Tally:
+    """What scoring came to: `shards` scored, the largest probability that the padded ids would have had in them, the
+    `budget` of packed tokens in a forward after the device ran out of memory (`None`: it never did)."""
+
+    shards: int = 0
+    padded_mass: float = 0.0
+    budget: int | None = None
+
+    def plus(self, other: Tally) -> Tally:
+        """Both together."""
+        budgets = [tally.budget for tally in (self, other) if tally.budget is not None]
+        return Tally(
+            self.shards + other.shards, max(self.padded_mass, other.padded_mass), min(budgets) if budgets else None
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class ScoreResult:
+    """What a scoring run did. `probe` is what the probe found, `attention` the backend and why it, `padded_mass` the
+    largest probability that the padded ids would have had in the shards scored now, `budget` the packed tokens of
+    a forward after the device ran out of memory (`None`: it never did). `hidden_kl` is the mean and the largest
+    divergence, in nats, that a tier of states cost over the whole folder (`None`: they are exact), `bytes_per_target`
+    what a target takes uncompressed."""
+
+    folder: Place
+    plan: PlanSummary
+    shards: int
+    shards_scored: int
+    probe: str
+    attention: str
+    padded_mass: float
+    budget: int | None
+    hidden_kl: dict[str, float] | None
+    bytes_per_target: int
+
+    @classmethod
+    def of(cls, folder: Place, planned: Planned, tally: Tally, *, probe: str, attention: str) -> ScoreResult:
+        """A plan worked off; `tally` is of the shards scored now."""
+        return cls(
+            folder=folder,
+            plan=planned.plan,
+            shards=len(planned.shards),
+            shards_scored=tally.shards,
+            probe=probe,
+            attention=attention,
+            padded_mass=tally.padded_mass,
+            budget=tally.budget,
+            hidden_kl=read_manifest(folder).get("hidden_kl"),
+            bytes_per_target=planned.shape.bytes_per_target,
+        )
+
+
+class Run:
+    """A job opened with its teacher, and with the student that chooses ids, if one does. `check_inputs` comes first;
+    `on_notice` is told what a user should know.
+
+    A pack that finds no memory is run in more passes; without `halves` (other processes run it too) it is refused.
+
+    Raises:
+        InputError: a teacher or student of another tokenizer, views that are not of this trace, `E-NO-TARGETS`.
+        UsageError: an unknown layout or view.
+    """
+
+    def __init__(
+        self,
+        job: Job,
+        teacher: LoadedModel,
+        on_notice: Callable[[str], None],
+        *,
+        student: LoadedModel | None = None,
+        halves: bool = True,
+    ) -> None:
+        self.job, self.teacher, self.student, self.tally = job, teacher, student, Tally()
+        divisible = halves and teacher.capability.layout == "tree"
+        self._halving = Halving(self._signals, on_notice, divisible=divisible)
+        described = TraceReader(job.trace).metadata
+        check_trace(described, teacher)
+        if student is not None:
+            check_trace(described, student)
+        self.planned = Planned(job, _shape(job, teacher, student is not None))
+        if not self.planned.plan.targets:
+            under = "" if job.view == RECORDED else f" under the view '{job.view}'"
+            raise InputError(f"{job.trace}: no sampled token to score{under}", code="E-NO-TARGETS")
+        self.metadata = _metadata(job, teacher, student, self.planned.plan)
+
+    def result(self, folder: Place, tally: Tally) -> ScoreResult:
+        """What this run did, in whose course `tally` was scored."""
+        teacher = self.teacher
+        return ScoreResult.of(
+            folder, self.planned, tally, probe=teacher.capability.reason, attention=teacher.describe_attention()
         )
 
     def score(
         self, packs: Sequence[Pack], on_pack: Callable[[int], None] = lambda done: None
     ) -> list[tuple[Pack, Signals]]:
-        """The signals of a shard's packs, in order; a pack that found no memory comes in parts. `on_pack(done)` follows
-        each."""
+        """The signals of a shard's packs, in order. `on_pack(done)` follows each."""
         results: list[tuple[Pack, Signals]] = []
         for done, pack in enumerate(packs, 1):
-            results.extend(self._halving.run(pack))
+            results.append((pack, self._halving.run(pack)))
             on_pack(done)
-        self.padded_mass = max(self.padded_mass, *(signals.padded_mass for _, signals in results))
+        padded_mass = max(signals.padded_mass for _, signals in results)
+        self.tally = self.tally.plus(Tally(1, padded_mass, self._halving.budget))
         return results
 
-    def _packs(self) -> Iterator[Pack]:
-        states = iter_states(self._reader, self.job.view, self._views, vocabulary=self.teacher.head.size)
-        return plan_states(states, layout=self.plan.layout, max_tokens=self.job.max_tokens)
-
     @torch.no_grad()
-    def _signals(self, pack: Pack) -> Signals:
-        return compute_signals(self.teacher.states(pack), self.teacher.head, pack, self.job.signals, topk=self.job.topk)
+    def _signals(self, pack: Pack, pass_tokens: int | None) -> Signals:
+        job, teacher = self.job, self.teacher
+        chosen = None if self.student is None else chosen_ids(self.student, pack, job.topk, pass_tokens)
+        return compute_signals(
+            teacher.iter_states(pack, pass_tokens),
+            teacher.head,
+            pack,
+            job.signals,
+            topk=job.topk,
+            tier=job.states,
+            chosen_MK=chosen,
+        )
 
 
-def _metadata(job: Job, teacher: LoadedModel, plan: PlanSummary) -> ScoresMetadata:
+def check_inputs(job: Job, folder: Place) -> None:
+    """What is refused before a teacher is loaded; the trace and its views are validated.
+
+    Raises:
+        InputError: an unreadable or invalid trace, views that are not of it.
+        UsageError: a folder that holds other things, a view that does not exist.
+    """
+    check_folder(folder)
+    open_views(job.view, job.views)  # a wrong name is told before a long validation
+    require_valid(job.trace, views=job.views)
+
+
+def _shape(job: Job, teacher: LoadedModel, asks_student: bool) -> Shape:
+    head = teacher.head
+    stored = bytes_per_target(
+        job.signals,
+        width=head.weight_VD.shape[1],
+        hidden_bytes=head.weight_VD.element_size(),
+        topk=job.topk,
+        size=head.size,
+        tier=job.states,
+    )
+    return Shape(teacher.layout(job.layout), head.size, stored, teacher.deep(job.kept_bytes), asks_student)
+
+
+def _metadata(job: Job, teacher: LoadedModel, student: LoadedModel | None, plan: PlanSummary) -> ScoresMetadata:
+    source = "teacher" if student is None else "student"
     dtype = str(teacher.head.weight_VD.dtype).removeprefix("torch.")
     return ScoresMetadata(
         producer=Producer(name="memopd-trace", version=__version__),
@@ -130,10 +315,12 @@ def _metadata(job: Job, teacher: LoadedModel, plan: PlanSummary) -> ScoresMetada
         view=job.view,
         signals=list(job.signals),
         topk=min(job.topk, teacher.head.size) if "topk" in job.signals else None,
-        topk_source="teacher" if "topk" in job.signals else None,
+        topk_source=source if "topk" in job.signals else None,
+        student=None if student is None else describe_student(student),
         hidden_dtype=dtype if "hidden" in job.signals else None,
+        hidden_tier=job.states,
         layout=plan.layout,
-        attention=teacher.backend,
+        attention=teacher.backends(with_visibility=plan.visibility_packs > 0),
         max_tokens=plan.max_tokens,
         shard_bytes=job.shard_bytes,
         shard_tokens=job.shard_tokens,
