@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import re
 import secrets
 import shutil
 import stat
@@ -13,6 +14,8 @@ from pathlib import Path
 from typing import IO
 
 from memopd_trace.errors import UsageError
+
+_TEMPORARY = re.compile(r"\..+\.[0-9a-f]{8}\.tmp")
 
 
 @contextmanager
@@ -46,6 +49,13 @@ def atomic_file(path: Path, *, new: bool = False) -> Iterator[IO[bytes]]:
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
+
+
+def remove_leftovers(folder: Path) -> None:
+    """Remove the temporary files that killed writers left; of a folder that this process holds (`exclusive`)."""
+    for file in folder.glob(".*.tmp"):
+        if _TEMPORARY.fullmatch(file.name):
+            file.unlink(missing_ok=True)
 
 
 def is_node(path: Path) -> bool:

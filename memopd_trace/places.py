@@ -15,7 +15,7 @@ import re
 import stat
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache
 from pathlib import Path
 from typing import IO, Any
@@ -28,6 +28,7 @@ from memopd_trace import disk
 from memopd_trace.errors import UsageError
 
 _URI = re.compile(r"(s3|gs):/+([^?]*)\??(.*)")
+CHUNK = 4 * 2**20  # bytes that are hashed at a time: one request to a store
 PathLike = str | os.PathLike[str]
 
 
@@ -109,10 +110,19 @@ class RemotePath:
             raise ValueError(f"{self}: is read by open(), and written by atomic_file()")
         return self.store.open_input_file(self.key)
 
+    def read_bytes(self) -> bytes:
+        """The whole file."""
+        with self.open() as source:
+            return bytes(source.read())
+
     def read_text(self) -> str:
         """The whole file as UTF-8."""
-        with self.open() as source:
-            return bytes(source.read()).decode()
+        return self.read_bytes().decode()
+
+    def iterdir(self) -> Iterator[RemotePath]:
+        """Files and folders directly in this folder."""
+        for info in self.store.get_file_info(fs.FileSelector(self.key, allow_not_found=True)):
+            yield self / info.base_name
 
     def glob(self, pattern: str) -> Iterator[RemotePath]:
         """Files directly in this folder whose name matches."""
@@ -170,9 +180,34 @@ def size_of(path: Place) -> int:
 
 
 def file_sha256(path: Place) -> str:
-    """Hex SHA-256 of a file's bytes."""
+    """Hex SHA-256 of a file's bytes, of which memory holds `CHUNK`; a remote file is fetched whole."""
+    digest = hashlib.sha256()
     with path.open("rb") as source:
-        return hashlib.file_digest(source, "sha256").hexdigest()
+        while chunk := source.read(CHUNK):
+            digest.update(chunk)
+    return digest.hexdigest()
+
+
+@contextmanager
+def local_copy(path: Place) -> Iterator[Path]:
+    """A local file with these bytes, for libraries that read nothing else: itself, or a copy that is removed again."""
+    if not isinstance(path, RemotePath):
+        yield path
+        return
+    with tempfile.NamedTemporaryFile(prefix="memopd-trace-") as spool:
+        fs.copy_files(path.key, spool.name, source_filesystem=path.store, destination_filesystem=fs.LocalFileSystem())
+        yield Path(spool.name)
+
+
+def exclusive(folder: Place, doing: str) -> AbstractContextManager[None]:
+    """Hold a folder for one process (see `disk.exclusive`); one in a store cannot be held."""
+    return nullcontext() if isinstance(folder, RemotePath) else disk.exclusive(folder, doing)
+
+
+def remove_leftovers(folder: Place) -> None:
+    """Remove the temporary files that killed writers left in a folder; a store has none."""
+    if not isinstance(folder, RemotePath):
+        disk.remove_leftovers(folder)
 
 
 def is_node(path: Place) -> bool:

@@ -168,16 +168,7 @@ class TraceWriter:
         self._flush(last=True)
         if self._folder:
             self._remove_other_parts()
-            manifest = {
-                "format": "memopd-trace",
-                "spec_version": self.metadata.spec_version,
-                "files": self._parts,
-                "rows": sum(p["rows"] for p in self._parts),
-                "episodes": sum(p["episodes"] for p in self._parts),
-                "complete": True,
-            }
-            with atomic_file(self.path / MANIFEST) as out:
-                out.write(json.dumps(manifest, indent=1).encode())
+            write_manifest(self.path, self.metadata, self._parts)
         self._closed = True
 
     def must_be_open(self) -> None:
@@ -291,6 +282,20 @@ def write(
     with TraceWriter(path, metadata, overwrite=overwrite) as writer:
         for invocation in invocations:
             writer.write(invocation)
+
+
+def write_manifest(folder: Place, metadata: TraceMetadata, parts: list[dict[str, Any]]) -> None:
+    """Put a trace folder's manifest in place: the folder is whole from then on. `parts`: entries of `Part.close`."""
+    manifest = {
+        "format": "memopd-trace",
+        "spec_version": metadata.spec_version,
+        "files": parts,
+        "rows": sum(p["rows"] for p in parts),
+        "episodes": sum(p["episodes"] for p in parts),
+        "complete": True,
+    }
+    with atomic_file(folder / MANIFEST) as out:
+        out.write(json.dumps(manifest, indent=1).encode())
 
 
 @overload

@@ -7,7 +7,6 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from pathlib import Path
 
 from memopd_trace.engine import TraceCheck
 from memopd_trace.errors import InputError, UsageError, printable
@@ -77,8 +76,8 @@ def validate(
         raise UsageError("no trace is given", hint="a pattern that matched nothing?")
     inputs = Inputs(
         tokenizer=None if tokenizer is None else load_pieces(tokenizer),
-        views=None if views is None else Path(views),
-        scores=[Path(each) for each in folders] or None,
+        views=None if views is None else place(views),
+        scores=[place(each) for each in folders] or None,
     )
     chosen = choose(profile, select, ignore)
     unwanted = {os.path.abspath(g): match(codes) for g, codes in (per_file_ignores or {}).items()}  # noqa: PTH100

@@ -1,4 +1,4 @@
-"""Views on disk: other prompts under which a trace's sampled tokens are to be scored, in one Parquet or Arrow IPC file.
+"""Views files: other prompts under which a trace's sampled tokens are to be scored, in one Parquet or Arrow IPC file.
 
 A view changes what a teacher conditions on, never what was sampled: it names the trace row by key and by state digest,
 and a row with another digest is refused. Rows stand in the order of the trace's rows, so that both are streamed side
@@ -7,10 +7,8 @@ by side; a trace row without a view in the file is simply not scored under it.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from types import TracebackType
 
 import pyarrow as pa
@@ -21,6 +19,7 @@ from memopd_trace.errors import InputError, UsageError
 from memopd_trace.invocation import IDS, Invocation, Media, as_array, read_column, write_column
 from memopd_trace.metadata import ViewsMetadata, parse_views_metadata
 from memopd_trace.parts import SUFFIXES, Part
+from memopd_trace.places import PathLike, Place, place
 from memopd_trace.schema import RECORDED, VIEWS_COLUMNS, arrow_schema
 from memopd_trace.storage import TOKENS_PER_BATCH, describe, trace_files
 
@@ -108,8 +107,8 @@ class ViewsReader:
             `E-UNREADABLE`, `E-SCHEMA` for a column that does not fit.
     """
 
-    def __init__(self, path: str | os.PathLike[str]) -> None:
-        self.path = Path(path)
+    def __init__(self, path: PathLike | Place) -> None:
+        self.path = place(path)
         if self.path.is_dir():
             raise InputError(f"{path}: is a folder", code="E-UNREADABLE", hint="views are one file")
         trace_files(self.path)
@@ -140,8 +139,8 @@ class ViewsWriter:
             metadata does not name.
     """
 
-    def __init__(self, path: str | os.PathLike[str], metadata: ViewsMetadata, *, overwrite: bool = False) -> None:
-        self.path, self.metadata = Path(path), metadata
+    def __init__(self, path: PathLike | Place, metadata: ViewsMetadata, *, overwrite: bool = False) -> None:
+        self.path, self.metadata = place(path), metadata
         if self.path.suffix not in SUFFIXES:
             raise UsageError(
                 f"{self.path}: unknown suffix '{self.path.suffix}'", hint=f"use one of {', '.join(SUFFIXES)}"

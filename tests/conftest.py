@@ -1,4 +1,4 @@
-"""Fixtures that several parts share: the demo's real model pair, unpacked once into `.cache/`."""
+"""Fixtures that several parts share: the demo's real model pair, unpacked once into `.cache/`; an object store."""
 
 from __future__ import annotations
 
@@ -8,8 +8,11 @@ from pathlib import Path
 # with one thread a process, two test processes do not wait for each other's
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+from collections.abc import Iterator
+
 import pytest
 from filelock import FileLock
+from pyarrow import fs
 
 CACHE = Path(__file__).parents[1] / ".cache"
 
@@ -37,3 +40,33 @@ def half_smollm2(smollm2: Path) -> Path:
         if not student.exists():
             drop_layers(smollm2, 15, student)
     return student
+
+
+@pytest.fixture(scope="session")
+def s3_server() -> Iterator[str]:
+    """host:port of a server of this process that speaks S3."""
+    from moto.server import ThreadedMotoServer
+
+    moto = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+    moto.start()
+    host, port = moto.get_host_and_port()
+    yield f"{host}:{port}"
+    moto.stop()
+
+
+@pytest.fixture
+def store(s3_server: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[fs.FileSystem]:
+    """An empty bucket `traces`, and the environment that leads there."""
+    for name, value in (
+        ("AWS_ENDPOINT_URL", f"http://{s3_server}"),
+        ("AWS_ACCESS_KEY_ID", "test"),
+        ("AWS_SECRET_ACCESS_KEY", "test"),
+        ("AWS_DEFAULT_REGION", "us-east-1"),
+    ):
+        monkeypatch.setenv(name, value)
+    s3 = fs.S3FileSystem(
+        endpoint_override=s3_server, scheme="http", allow_bucket_creation=True, allow_bucket_deletion=True
+    )
+    s3.create_dir("traces")
+    yield s3
+    s3.delete_dir("traces")

@@ -87,11 +87,11 @@ def tiny_model(
         raise ValueError(kind)
     model = model.to(dtype).eval()
     if dtype == torch.float64:
-        _compute_in_float64(model)
+        compute_in_float64(model)
     return model
 
 
-def _compute_in_float64(model: PreTrainedModel) -> None:
+def compute_in_float64(model: PreTrainedModel) -> None:
     """Transformers' RMS norms and routers round to float32 whatever the dtype; without that, float64 means float64."""
 
     def forward(module: torch.nn.Module, hidden: torch.Tensor) -> torch.Tensor:
@@ -190,9 +190,10 @@ def growing_episode(rng: np.random.Generator, name: str, calls: int = 4) -> Epis
 
 def oracle(model: PreTrainedModel, episodes: list[Episode]) -> Iterator[tuple[Pack, torch.Tensor]]:
     """Each invocation alone, unpadded, through the plain model: (its pack, hidden_RD)."""
-    with torch.no_grad():
-        for pack in plan(episodes, layout="single"):
-            yield pack, states_at_rows(model, pack, backend="native")
+    for pack in plan(episodes, layout="single"):
+        with torch.no_grad():  # never across a yield: two of these in turns would leave gradients off
+            hidden_RD = states_at_rows(model, pack, backend="native")
+        yield pack, hidden_RD
 
 
 def oracle_logprobs(model: PreTrainedModel, episodes: list[Episode]) -> dict[tuple[str, int], np.ndarray]:
@@ -200,7 +201,7 @@ def oracle_logprobs(model: PreTrainedModel, episodes: list[Episode]) -> dict[tup
     head = head_of(model, SIZE)
     found = {}
     for pack, hidden in oracle(model, episodes):
-        logprobs = head.logits(hidden).log_softmax(-1)
+        logprobs = head.logits(hidden).log_softmax(-1).detach()
         rows, ids = (torch.from_numpy(a.astype(np.int64)) for a in (pack.target_row_M, pack.target_ids_M))
         state = pack.states[0]
         found[state.episode_id, state.invocation_index] = logprobs[rows, ids].numpy()

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from helpers_scorer import SIZE, _compute_in_float64, memory_episode, metadata_for, save_model, tiny_model
+from helpers_scorer import SIZE, compute_in_float64, memory_episode, metadata_for, save_model, tiny_model
 from transformers import PreTrainedModel
 
 from memopd_scorer.attention import states_at_rows
@@ -137,7 +137,7 @@ def with_behaviour(model: PreTrainedModel, episodes: list[Episode], behaviour: s
 def exact(folder: Path | str) -> LoadedModel:
     """A model that computes in float64 throughout (Transformers' RMS norms round to float32 otherwise)."""
     loaded = load(folder, dtype="float64")
-    _compute_in_float64(loaded.model)
+    compute_in_float64(loaded.model)
     return loaded
 
 

@@ -30,7 +30,7 @@ class State:
     index i, its own slot for in-place generation. `realm` keeps apart what must never share a prefix; `routes` are
     recorded expert ids, one row a token but the last. `left_out` counts sampled tokens that are no target. `digest` is
     that of the trace row; under another view than `recorded`, `view_digest` is that of the ids, positions and
-    visibility here.
+    visibility here, and `recorded`, where it was asked for, the state in which the targets were sampled.
     """
 
     episode_id: str
@@ -47,9 +47,15 @@ class State:
     routes: NDArray[np.int16] | None = None  # [n-1, layers * k]
     left_out: int = 0
     view_digest: bytes | None = None
+    recorded: State | None = None
 
     def __len__(self) -> int:
         return len(self.ids)
+
+    @property
+    def key(self) -> tuple[str, int]:
+        """What the trace's row is known by."""
+        return self.episode_id, self.invocation_index
 
     @property
     def shareable(self) -> int:

@@ -6,20 +6,22 @@ A view is `recorded`, one of a views file, or `persistent-history`, which needs 
 from __future__ import annotations
 
 import dataclasses
-import os
 from collections.abc import Iterator
 
 from memopd_scorer.plan import iter_groups
 from memopd_scorer.states import STATE_COLUMNS, State, state_of
 from memopd_trace.errors import InputError, UsageError
 from memopd_trace.invocation import Episode, Invocation
+from memopd_trace.places import PathLike
 from memopd_trace.schema import RECORDED
 from memopd_trace.storage import TraceReader
 from memopd_trace.viewfile import View, ViewsReader
 from memopd_trace.views import PERSISTENT_HISTORY, persistent_history, under_prompt
 
+Recorded = dict[tuple[str, int], Invocation]  # rows that were read under a view, until their states are made
 
-def open_views(view: str, views: str | os.PathLike[str] | None) -> ViewsReader | None:
+
+def open_views(view: str, views: PathLike | None) -> ViewsReader | None:
     """The views file that holds `view`; `None` for a view that needs none.
 
     Raises:
@@ -42,11 +44,17 @@ def open_views(view: str, views: str | os.PathLike[str] | None) -> ViewsReader |
 
 
 def iter_states(
-    reader: TraceReader, view: str, views: ViewsReader | None, *, vocabulary: int | None = None
+    reader: TraceReader,
+    view: str,
+    views: ViewsReader | None,
+    *,
+    vocabulary: int | None = None,
+    with_recorded: bool = False,
 ) -> Iterator[list[State]]:
     """The states of a valid trace under a view of it, by groups that may share prefixes; `views` is of `open_views`.
 
-    A row without the view has no state. One episode and its views are read at a time.
+    A row without the view has no state. One episode and its views are read at a time. `with_recorded` keeps beside each
+    state under another view the recorded one.
 
     Raises:
         InputError: `E-VIEW-STATE` or `E-VIEW-ROW`, a view that is not for these rows.
@@ -56,23 +64,28 @@ def iter_states(
         for group in iter_groups(reader.iter_episodes(STATE_COLUMNS)):
             yield [state_of(i, vocabulary=vocabulary) for i in group]
         return
-    episodes = _flattened(reader) if views is None else _viewed(reader, view, views)
+    known: Recorded | None = {} if with_recorded else None
+    episodes = _flattened(reader, known) if views is None else _viewed(reader, view, views, known)
     for group in iter_groups(episodes):
-        yield [_state_under_view(i, vocabulary) for i in group]
+        yield [_state_under_view(i, vocabulary, known) for i in group]
 
 
-def _state_under_view(viewed: Invocation, vocabulary: int | None) -> State:
-    return dataclasses.replace(state_of(viewed, vocabulary=vocabulary), view_digest=viewed.compute_digest())
+def _state_under_view(viewed: Invocation, vocabulary: int | None, known: Recorded | None) -> State:
+    return dataclasses.replace(
+        state_of(viewed, vocabulary=vocabulary),
+        view_digest=viewed.compute_digest(),
+        recorded=None if known is None else state_of(known.pop(viewed.key), vocabulary=vocabulary),
+    )
 
 
-def _flattened(reader: TraceReader) -> Iterator[Episode]:
+def _flattened(reader: TraceReader, known: Recorded | None) -> Iterator[Episode]:
     for episode in reader.iter_episodes():
         prompts = persistent_history(episode)
-        rows = (_of_row(i, under_prompt(i, prompt)) for i, prompt in zip(episode, prompts, strict=True))
+        rows = (_of_row(i, under_prompt(i, prompt), known) for i, prompt in zip(episode, prompts, strict=True))
         yield Episode(episode.episode_id, tuple(rows))
 
 
-def _viewed(reader: TraceReader, view: str, views: ViewsReader) -> Iterator[Episode]:
+def _viewed(reader: TraceReader, view: str, views: ViewsReader, known: Recorded | None) -> Iterator[Episode]:
     """Both files side by side: their rows stand in one order."""
     pending = (v for v in views if v.view == view)
     upcoming = next(pending, None)
@@ -80,7 +93,7 @@ def _viewed(reader: TraceReader, view: str, views: ViewsReader) -> Iterator[Epis
         rows: list[Invocation] = []
         for invocation in episode:
             if upcoming is not None and _key(upcoming) == invocation.key:
-                rows.append(_of_row(invocation, upcoming.apply(invocation)))
+                rows.append(_of_row(invocation, upcoming.apply(invocation), known))
                 upcoming = next(pending, None)
         if rows:
             yield Episode(episode.episode_id, tuple(rows))
@@ -93,8 +106,10 @@ def _viewed(reader: TraceReader, view: str, views: ViewsReader) -> Iterator[Epis
         )
 
 
-def _of_row(recorded: Invocation, viewed: Invocation) -> Invocation:
-    """A viewed row that keeps the trace row's digest."""
+def _of_row(recorded: Invocation, viewed: Invocation, known: Recorded | None) -> Invocation:
+    """A viewed row that keeps the trace row's digest; the recorded one is noted in `known`."""
+    if known is not None:
+        known[recorded.key] = recorded
     return viewed.replace(state_digest=recorded.compute_digest())
 
 

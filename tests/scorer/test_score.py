@@ -3,12 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import random
-import signal
-import subprocess
-import sys
-import time
 from pathlib import Path
 
 import numpy as np
@@ -29,7 +23,6 @@ from helpers_scorer import (
 from memopd_scorer.scores import ScoresReader
 from memopd_scorer.scoring import score
 from memopd_scorer.signals import head_of
-from memopd_scorer.store import HEAD
 from memopd_scorer.teacher import load
 from memopd_trace.errors import InputError, UsageError
 from memopd_trace.invocation import Episode
@@ -111,105 +104,6 @@ def test_running_it_again_scores_nothing_and_changes_nothing(toy: tuple[Path, Pa
     assert {f.name: f.read_bytes() for f in (tmp_path / "s").iterdir()} == before
 
 
-_SLOW_RUN = """
-import sys, time
-from memopd_scorer import scoring as module
-trace, teacher, out = sys.argv[1:]
-module.score(trace, teacher, out, max_tokens=100, shard_bytes=1_000, on_pack=lambda done, total: time.sleep(0.1))
-"""
-
-
-def test_a_run_killed_at_random_points_ends_with_the_same_rows(toy: tuple[Path, Path], tmp_path: Path) -> None:
-    teacher, trace = toy
-    score(trace, teacher, tmp_path / "whole", max_tokens=100, shard_bytes=1_000)
-    rng, killed = random.Random(0), 0
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    arguments = [sys.executable, "-c", _SLOW_RUN, str(trace), str(teacher), str(tmp_path / "killed")]
-    for _ in range(3):
-        run = subprocess.Popen(arguments, env=environment)
-        _wait_for(tmp_path / "killed", shards=2 * killed + 1, run=run)
-        time.sleep(rng.random() * 0.1)
-        killed += run.poll() is None
-        run.send_signal(signal.SIGKILL)
-        run.wait()
-        assert not (tmp_path / "killed" / "manifest.json").exists() or run.returncode == 0
-    assert killed >= 2, "the runs ended before they could be killed"
-    for leftover in (tmp_path / "killed").glob(".*.tmp"):
-        assert leftover.name.startswith(".")  # never under a final name
-    result = score(trace, teacher, tmp_path / "killed", max_tokens=100, shard_bytes=1_000)
-    assert 0 < result.shards_scored < result.shards, "nothing of the killed runs was kept"
-    assert rows_of(tmp_path / "killed") == rows_of(tmp_path / "whole")
-
-
-def _wait_for(folder: Path, *, shards: int, run: subprocess.Popen[bytes]) -> None:
-    deadline = time.monotonic() + 60
-    while len(list(folder.glob("shard-*"))) < shards and run.poll() is None and time.monotonic() < deadline:
-        time.sleep(0.01)
-
-
-def test_a_flipped_byte_is_refused_and_repaired(toy: tuple[Path, Path], tmp_path: Path) -> None:
-    teacher, trace = toy
-    options = {"max_tokens": 100, "shard_bytes": 5_000}
-    score(trace, teacher, tmp_path / "s", **options)  # type: ignore[arg-type]
-    expected = rows_of(tmp_path / "s")
-    shard = sorted((tmp_path / "s").glob("shard-*"))[2]
-    data = bytearray(shard.read_bytes())
-    data[len(data) // 2] ^= 1
-    shard.write_bytes(data)
-    with pytest.raises(InputError, match="E-SCORES-DAMAGED"):
-        ScoresReader(tmp_path / "s")
-    with pytest.raises(InputError, match="--repair"):
-        score(trace, teacher, tmp_path / "s", **options)  # type: ignore[arg-type]
-    assert shard.exists(), "without --repair nothing is removed"
-    result = score(trace, teacher, tmp_path / "s", repair=True, **options)  # type: ignore[arg-type]
-    assert result.shards_scored == 1
-    assert rows_of(tmp_path / "s") == expected
-
-
-def test_a_deleted_shard_and_a_damaged_head_are_made_again(toy: tuple[Path, Path], tmp_path: Path) -> None:
-    teacher, trace = toy
-    options = {"max_tokens": 100, "shard_bytes": 5_000}
-    score(trace, teacher, tmp_path / "s", **options)  # type: ignore[arg-type]
-    sorted((tmp_path / "s").glob("shard-*"))[1].unlink()
-    (tmp_path / "s" / HEAD).write_bytes(b"no head")
-    with pytest.raises(InputError, match="E-SCORES-DAMAGED.*missing"):
-        ScoresReader(tmp_path / "s")
-    assert score(trace, teacher, tmp_path / "s", **options).shards_scored == 1  # type: ignore[arg-type]
-    assert len(ScoresReader(tmp_path / "s")) == 6 * 4 + 4
-
-
-@pytest.mark.parametrize("change", ["teacher", "plan", "signal", "trace", "dtype"])
-def test_another_run_is_refused_by_what_differs(change: str, toy: tuple[Path, Path], tmp_path: Path) -> None:
-    teacher, trace = toy
-    score(trace, teacher, tmp_path / "s")
-    options: dict[str, object] = {}
-    named = {"teacher": "weights_digest", "plan": "max_tokens", "signal": "signals", "dtype": "dtype"}
-    if change == "teacher":
-        teacher = save_model(tiny_model("llama", seed=4), tmp_path / "teacher")
-    elif change == "plan":
-        options["max_tokens"] = 50
-    elif change == "signal":
-        options["signals"] = ("sampled",)
-    elif change == "dtype":
-        options["dtype"] = "bfloat16"
-    else:
-        rows = list(read(trace).iter_invocations())
-        ids = rows[0].prompt_ids.copy()
-        ids[0] += 1
-        write(tmp_path / "other.parquet", read(trace).metadata, [rows[0].replace(prompt_ids=ids), *rows[1:]])
-        trace = tmp_path / "other.parquet"
-    with pytest.raises(InputError, match=f"E-SCORES-OTHER-RUN.*{named.get(change, 'plan_digest')}"):
-        score(trace, teacher, tmp_path / "s", **options)  # type: ignore[arg-type]
-
-
-def test_another_tokenizer_is_refused(toy: tuple[Path, Path], tmp_path: Path) -> None:
-    _, trace = toy
-    other = save_model(tiny_model("llama", seed=3), tmp_path / "other", words="x")
-    with pytest.raises(InputError, match="E-TOKENIZER-MISMATCH"):
-        score(trace, other, tmp_path / "s")
-    assert not (tmp_path / "s").exists()
-
-
 def test_two_processes_do_not_score_into_one_folder(toy: tuple[Path, Path], tmp_path: Path) -> None:
     teacher, trace = toy
     inside: list[str] = []
@@ -222,38 +116,6 @@ def test_two_processes_do_not_score_into_one_folder(toy: tuple[Path, Path], tmp_
 
     score(trace, teacher, tmp_path / "s", on_pack=second)
     assert inside
-
-
-def test_a_full_disk_loses_nothing_that_was_finished(toy: tuple[Path, Path], tmp_path: Path) -> None:
-    teacher, trace = toy
-    program = (
-        "import resource, signal, sys; from memopd_trace.cli import run\n"
-        "signal.signal(signal.SIGXFSZ, signal.SIG_IGN); resource.setrlimit(resource.RLIMIT_FSIZE, (4000, 4000))\n"
-        "sys.exit(run(sys.argv[1:]))"
-    )
-    command = [
-        "score",
-        str(trace),
-        "--teacher",
-        str(teacher),
-        "-o",
-        str(tmp_path / "s"),
-        "--signal",
-        "sampled",
-    ]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    run = subprocess.run(
-        [sys.executable, "-c", program, *command],
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert run.returncode == 3, run.stderr
-    assert run.stderr.strip().splitlines()[-1].startswith("error:")
-    assert "Traceback" not in run.stderr
-    assert not list((tmp_path / "s").glob("shard-*"))
-    assert score(trace, teacher, tmp_path / "s", signals=("sampled",)).shards_scored == 1
 
 
 def test_a_model_that_cannot_be_packed_is_scored_alone_and_right(tmp_path: Path) -> None:
@@ -278,21 +140,6 @@ def test_scores_that_are_not_of_their_head_are_refused(toy: tuple[Path, Path], t
     row.hidden[0] += 0.5
     with pytest.raises(InputError, match="E-SCORES-CHECK"):
         reader.verify(row)
-
-
-def test_a_shard_of_another_run_or_there_twice_is_not_taken(toy: tuple[Path, Path], tmp_path: Path) -> None:
-    teacher, trace = toy
-    other = save_model(tiny_model("llama", seed=8), tmp_path / "other")
-    score(trace, teacher, tmp_path / "s", signals=("sampled",))
-    score(trace, other, tmp_path / "o", signals=("sampled",))
-    (mine,), (theirs,) = ((tmp_path / f).glob("shard-*") for f in "so")
-    copied = tmp_path / "s" / theirs.name
-    copied.write_bytes(theirs.read_bytes())
-    with pytest.raises(InputError, match="E-SCORES-DAMAGED.*another run"):
-        score(trace, teacher, tmp_path / "s", signals=("sampled",))
-    assert score(trace, teacher, tmp_path / "s", signals=("sampled",), repair=True).shards_scored == 0
-    assert mine.exists() and not copied.exists()
-    assert len(ScoresReader(tmp_path / "s")) == 6 * 4 + 4
 
 
 def test_shards_whose_boundaries_are_not_the_plans_are_scored_again(toy: tuple[Path, Path], tmp_path: Path) -> None:

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from moto.server import ThreadedMotoServer
 from pyarrow import fs
 
 from memopd_trace import TraceWriter, read, validate
@@ -20,34 +18,6 @@ from memopd_trace.places import RemotePath, place
 TOKENIZER = Tokenizer(fingerprint="f" * 64, size=100, vocab_size=128)
 METADATA = TraceMetadata(producer=Producer(name="tests"), models={"m": Model(name="m", tokenizer=TOKENIZER)})
 FORMS = ["s3://traces/t.parquet", "s3://traces/t.arrow", "s3://traces/runs/today"]
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[str]:
-    """host:port of a server of this process."""
-    moto = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
-    moto.start()
-    host, port = moto.get_host_and_port()
-    yield f"{host}:{port}"
-    moto.stop()
-
-
-@pytest.fixture
-def store(server: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[fs.FileSystem]:
-    """An empty bucket `traces`, and the environment that leads there."""
-    for name, value in (
-        ("AWS_ENDPOINT_URL", f"http://{server}"),
-        ("AWS_ACCESS_KEY_ID", "test"),
-        ("AWS_SECRET_ACCESS_KEY", "test"),
-        ("AWS_DEFAULT_REGION", "us-east-1"),
-    ):
-        monkeypatch.setenv(name, value)
-    s3 = fs.S3FileSystem(
-        endpoint_override=server, scheme="http", allow_bucket_creation=True, allow_bucket_deletion=True
-    )  # fmt: skip
-    s3.create_dir("traces")
-    yield s3
-    s3.delete_dir("traces")
 
 
 def names(store: fs.FileSystem) -> list[str]:
