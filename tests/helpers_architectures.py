@@ -18,7 +18,8 @@ VOCABULARY = 96
 LAYERS = 4
 FAR = 100  # tokens
 
-_WIDTHS = ("hidden_size", "n_embd", "d_model", "dim", "emb_dim", "embedding_size", "attention_hidden_size")
+_WIDTHS = ("hidden_size", "n_embd", "d_model", "dim", "emb_dim", "embedding_size", "attention_hidden_size",
+           "adapter_in_dim", "adapter_out_dim", "adapter_input_size")  # fmt: skip
 _INNER = (
     "intermediate_size", "ffn_dim", "decoder_ffn_dim", "n_inner", "moe_intermediate_size", "ffn_hidden_size", "dff",
     "expert_ffn_hidden_size", "shared_expert_intermediate_size", "shared_intermediate_size", "intermediate_size_mlp",
@@ -45,6 +46,7 @@ SMALL: dict[str, Any] = {
     **dict.fromkeys(("num_experts_per_tok", "moe_topk", "moe_k", "n_group"), 2),
     "topk_group": 1,
     "hidden_size_per_layer_input": 8,
+    **{"logit_scale": 0.75, "logits_scaling": 2.5, "lm_head_multiplier": 1.25},  # by default often 1: no test at all
     **dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id"), 1),
 }
 TYPES: dict[str, str] = dict(sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items()))
@@ -164,7 +166,7 @@ def small_config(cls: type[PreTrainedConfig], default: PreTrainedConfig | None =
     for name in cls.sub_configs:
         nested = getattr(default, name, None)
         if isinstance(nested, PreTrainedConfig):
-            found[name] = small_config(type(nested), nested)
+            found[name] = {**small_config(type(nested), nested), **FIXES.get(nested.model_type, {})}
     return found
 
 

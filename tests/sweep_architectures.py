@@ -107,7 +107,7 @@ def examine(name: str) -> Row:
 def is_wrong(errors: dict[str, float]) -> bool:
     """Are these more than rounding? See TOLERANCE."""
     narrow, wide = ([e for k, e in errors.items() if k.endswith(d)] for d in ("float32", "float64"))
-    floor = max(torch.finfo(torch.float32).eps, 2 * max(narrow))
+    floor = max(4 * torch.finfo(torch.float32).eps, 2 * max(narrow))
     return not (max(narrow) <= TOLERANCE and all(e <= floor for e in wide))
 
 

@@ -13,6 +13,9 @@ from memopd_trace.cli.console import OutputFormat, notice, progress, require
 from memopd_trace.storage import TraceReader
 from memopd_trace.validate import require_valid
 
+KEPT_BYTES = 4 * 2**30
+_KEPT_HELP = "Keys and values that a history beyond --max-tokens may hold, in bytes; 0 = none: prefixes are run again."
+
 
 class LayoutName(StrEnum):
     """How invocations are packed."""
@@ -20,6 +23,14 @@ class LayoutName(StrEnum):
     tree = "tree"
     packed = "packed"
     single = "single"
+
+
+class TierName(StrEnum):
+    """How the teacher's states are stored."""
+
+    exact = "exact"
+    float16 = "float16"
+    int8 = "int8"
 
 
 class AttentionName(StrEnum):
@@ -32,29 +43,49 @@ class AttentionName(StrEnum):
     eager = "eager"
 
 
+class EngineName(StrEnum):
+    """Who scores."""
+
+    local = "local"
+    torchrun = "torchrun"
+    ray = "ray"
+
+
+_ENGINE = "local: this process. ray: --workers actors of a Ray cluster. torchrun: torchrun … -m memopd_scorer sets it."
+_ATTENTION = (
+    "auto: by device and dtype. sdpa: anywhere. flex: FlexAttention. flash: CUDA, half precision, no recorded "
+    "visibility. eager: dense masks, for tests."
+)
+
+
 def plan(
     trace: Path = typer.Argument(..., readable=False, help="A trace file or folder."),
     max_tokens: int = typer.Option(8192, min=1, help="Packed tokens in one forward."),
     layout: LayoutName = typer.Option(LayoutName.tree),
     teacher: Path | None = typer.Option(None, help="Model folder; its config.json gives FLOPs and bytes."),
+    dtype: str = typer.Option("float32", help="What the model will run in: float32, bfloat16, float16 or float64."),
+    kept_bytes: int = typer.Option(KEPT_BYTES, min=0, help=_KEPT_HELP),
     format: OutputFormat = typer.Option(OutputFormat.text, "--format"),
 ) -> None:
     """Say what scoring a trace will cost. Needs no torch.
 
     Example: memopd-trace plan runs/today.parquet --teacher models/teacher
     """
-    from memopd_scorer.cost import ModelCost
+    from memopd_scorer.cost import ModelCost, bytes_of
+    from memopd_scorer.deep import Deep
     from memopd_scorer.plan import PlanSummary
     from memopd_scorer.plan import plan as plan_packs
     from memopd_scorer.states import STATE_COLUMNS
 
+    value_bytes = bytes_of(dtype)
     cost = None if teacher is None else ModelCost.read(teacher)
     require_valid(trace)
     reader = TraceReader(trace)
     size = min(model.tokenizer.size for model in reader.metadata.models.values())
-    summary = PlanSummary(layout.value, max_tokens, cost)
+    summary = PlanSummary(layout.value, max_tokens, cost, value_bytes)
+    deep = Deep(cost, value_bytes, kept_bytes) if kept_bytes else None
     episodes = reader.iter_episodes(STATE_COLUMNS)
-    for pack in plan_packs(episodes, layout=layout.value, max_tokens=max_tokens, vocabulary=size):
+    for pack in plan_packs(episodes, layout=layout.value, max_tokens=max_tokens, deep=deep, vocabulary=size):
         summary.add(pack)
     _print(summary.to_json(), format)
 
@@ -64,16 +95,20 @@ def score(
     teacher: str = typer.Option(..., help="Model folder, .gguf file or hub name."),
     output: Path = typer.Option(..., "--output", "-o", help="Scores folder; an existing one is continued."),
     signal: str = typer.Option("sampled,hidden", help="Comma-separated: sampled, topk, hidden, full."),
-    topk: int = typer.Option(64, min=1, help="k of the signal topk (the teacher's choice)."),
-    layout: LayoutName = typer.Option(LayoutName.tree),
-    attention: AttentionName = typer.Option(
-        AttentionName.auto,
-        help="auto: by device and dtype. sdpa: anywhere. flex: FlexAttention. flash: CUDA, half precision, no recorded "
-        "visibility. eager: dense masks, for tests.",
+    topk: int = typer.Option(64, min=1, help="k of the signal topk."),
+    topk_of: str | None = typer.Option(
+        None, metavar="STUDENT", help="Take the best ids of this model in place of the teacher's."
     ),
+    states: TierName = typer.Option(
+        TierName.exact,
+        help="How the signal hidden is stored; what float16 or int8 cost (KL) is measured.",
+    ),
+    layout: LayoutName = typer.Option(LayoutName.tree),
+    attention: AttentionName = typer.Option(AttentionName.auto, help=_ATTENTION),
     dtype: str = typer.Option("float32", help="float32, bfloat16, float16 or float64."),
     device: str = typer.Option("cpu", help="A torch device, e.g. cuda:0."),
     max_tokens: int = typer.Option(8192, min=1, help="Packed tokens in one forward."),
+    kept_bytes: int = typer.Option(KEPT_BYTES, min=0, help=_KEPT_HELP),
     shard_tokens: int = typer.Option(2**18, min=1, help="Packed tokens in a shard: what a kill can lose."),
     view: str = typer.Option(
         "recorded",
@@ -82,6 +117,13 @@ def score(
     ),
     views: Path | None = typer.Option(None, metavar="FILE", readable=False, help="The views file that holds --view."),
     repair: bool = typer.Option(False, help="Score damaged shards again instead of refusing."),
+    engine: EngineName = typer.Option(EngineName.local, help=_ENGINE),
+    workers: int | None = typer.Option(None, min=1, help="Actors of --engine ray, each with a teacher; default 1."),
+    gpus_per_worker: float | None = typer.Option(None, min=0, help="Default: 1 on a CUDA --device, else 0."),
+    device_map: str | None = typer.Option(
+        None, help="A teacher larger than a device, by layers on several: auto, balanced, sequential…"
+    ),
+    tp_plan: str | None = typer.Option(None, help="auto: a part of every layer on each rank of torchrun."),
     format: OutputFormat = typer.Option(OutputFormat.text, "--format"),
 ) -> None:
     """Score every sampled token of a trace with a teacher; running it again continues a killed run.
@@ -96,15 +138,23 @@ def score(
             output,
             signals=tuple(s.strip() for s in signal.split(",") if s.strip()),
             topk=topk,
+            student=topk_of,
+            states=states.value,
             layout=layout.value,
             attention=attention.value,
             dtype=dtype,
             device=device,
             max_tokens=max_tokens,
+            kept_bytes=kept_bytes,
             shard_tokens=shard_tokens,
             view=view,
             views=views,
             repair=repair,
+            engine=engine.value,
+            workers=workers,
+            gpus_per_worker=gpus_per_worker,
+            device_map=device_map,
+            tp_plan=tp_plan,
             on_notice=notice,
             on_pack=lambda done, total: bar.update(bar.task_ids[0], completed=done, total=total),
         )
@@ -123,9 +173,12 @@ def score(
             "logical_tokens": result.plan.logical_tokens,
             "executed_tokens": result.plan.executed_tokens,
             "sharing": round(result.plan.sharing, 4),
+            "deep_packs": result.plan.deep_packs,
             "shards": result.shards,
             "shards_scored_now": result.shards_scored,
             "padded_vocabulary_mass": result.padded_mass,
+            "bytes_per_target": result.bytes_per_target,
+            **{f"state_kl_{name}": value for name, value in (result.hidden_kl or {}).items()},
         },
         format,
     )
@@ -142,6 +195,7 @@ def audit(
     epsilon: float = typer.Option(0.2, min=0, help="A false clip: |ratio - 1| above this at identical weights."),
     worst: int = typer.Option(10, min=0, help="How many of the worst tokens to name."),
     plot: Path | None = typer.Option(None, help="Also draw the differences (.png or .svg; needs the extra plot)."),
+    attention: AttentionName = typer.Option(AttentionName.auto, help=_ATTENTION),
     dtype: str = typer.Option("float32", help="float32, bfloat16, float16 or float64."),
     device: str = typer.Option("cpu", help="A torch device, e.g. cuda:0."),
     max_tokens: int = typer.Option(8192, min=1, help="Packed tokens in one forward."),
@@ -164,6 +218,7 @@ def audit(
             epsilon=epsilon,
             limits=module.Limits(max_abs, max_p99, max_false_clips),
             worst=worst,
+            attention=attention.value,
             dtype=dtype,
             device=device,
             max_tokens=max_tokens,

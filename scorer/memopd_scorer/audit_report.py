@@ -3,6 +3,7 @@
     audit_version      "1": names and meanings below hold; further names may be added under the same version
     model, model_id    the model that ran, and which of the trace's models it stands for
     probe              in which layout the model is exact, and why
+    attention          the attention backend, and why it
     clip_epsilon       the epsilon of `false_clip_rate`
     resolution         relative width of a percentile's bin (`memopd_scorer.audit_tally`)
     recorded           a comparison under the recorded state (below)
@@ -100,6 +101,7 @@ class AuditReport:
     model: str
     model_id: str
     probe: str
+    attention: str
     clip_epsilon: float
     recorded: Comparison
     tables: Tables
@@ -163,6 +165,7 @@ class AuditReport:
             "model": self.model,
             "model_id": self.model_id,
             "probe": self.probe,
+            "attention": self.attention,
             "clip_epsilon": self.clip_epsilon,
             "resolution": RESOLUTION,
             "recorded": self.recorded.to_json(),

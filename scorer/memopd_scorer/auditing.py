@@ -62,6 +62,7 @@ def audit(
     limits: Limits | None = None,
     worst: int = 10,
     layout: Layout = "tree",
+    attention: str = "auto",
     dtype: str = "float32",
     device: str = "cpu",
     max_tokens: int = 8192,
@@ -84,7 +85,7 @@ def audit(
     reader = TraceReader(trace)
     model_id = _one_model(reader, model_id)
     if not isinstance(model, LoadedModel):
-        model = load(model, dtype=dtype, device=device)
+        model = load(model, dtype=dtype, device=device, backend=attention)
     _check_tokenizers(reader.metadata, model, model_id, against)
     account = _Account(epsilon, Worst(worst))
     plan = functools.partial(plan_states, layout=model.layout(layout), max_tokens=max_tokens)
@@ -102,6 +103,7 @@ def audit(
         model=model.name,
         model_id=model_id,
         probe=model.capability.reason,
+        attention=model.describe_attention(),
         clip_epsilon=epsilon,
         recorded=recorded,
         tables={name: table.comparisons() for name, table in account.tables.items()},

@@ -15,10 +15,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
-from memopd_scorer.attention import Backend, Choice, choose, states_at_rows
+from memopd_scorer.attention import Choice, choose, iter_states_at_rows
+from memopd_scorer.cost import ModelCost
+from memopd_scorer.deep import Deep
+from memopd_scorer.placement import DeviceMap, load_arguments, put, runs_on
 from memopd_scorer.plan import Layout, Pack
 from memopd_scorer.probing import Capability, probe
 from memopd_scorer.signals import Head, head_of
@@ -46,18 +49,30 @@ class LoadedModel:
     attention: Choice
     capability: Capability
 
-    @property
-    def backend(self) -> Backend:
-        """The attention backend of packs without recorded visibility."""
-        return self.attention.backend if self.capability.layout == "tree" else "native"
+    def backends(self, *, with_visibility: bool) -> str:
+        """What runs a trace's packs, as the scores' metadata states it: `flash+sdpa` is flash, and sdpa for the packs
+        with recorded visibility, if there are any (`with_visibility`)."""
+        if self.capability.layout == "single":
+            return "native"
+        used = [self.attention.for_pack(is_causal=True)]
+        if with_visibility:
+            used.append(self.attention.for_pack(is_causal=False))
+        return "+".join(dict.fromkeys(used))
 
     def describe_attention(self) -> str:
-        """The backend, and why it."""
+        """The backends, and why they."""
         reason = self.attention.reason if self.capability.layout == "tree" else "one invocation at a time"
-        return f"{self.backend} ({reason})"
+        return f"{self.backends(with_visibility=True)} ({reason})"
 
     def states(self, pack: Pack) -> Tensor:
-        """hidden_RD at a pack's prediction rows, in the model's dtype; differentiable.
+        """hidden_RD at a pack's prediction rows, in the model's dtype; differentiable. For what is raised, see
+        `iter_states`."""
+        (hidden_RD,) = self.iter_states(pack, None)
+        return hidden_RD
+
+    def iter_states(self, pack: Pack, pass_tokens: int | None) -> Iterator[Tensor]:
+        """hidden_RD part by part, run in passes of at most `pass_tokens` tokens (`None` = one pass). A model that is
+        exact in no tree runs a pack in one.
 
         Raises:
             UsageError: the model is in training mode (dropout would be on).
@@ -67,19 +82,26 @@ class LoadedModel:
             raise UsageError(f"{self.name}: the model is in training mode", hint="call model.eval() first")
         self._check_reach(pack)
         if self.capability.layout == "tree":
-            is_causal = all(s.causal for s in pack.spans)
-            return states_at_rows(self.model, pack, backend=self.attention.for_pack(is_causal))
+            backend = self.attention.for_pack(pack.is_causal)
+            return iter_states_at_rows(self.model, pack, backend=backend, pass_tokens=pass_tokens)
         if not pack.is_plain:
             raise InputError(
                 f"{self.name} cannot run recorded positions or visibility: {self.capability.reason}",
                 code="E-MODEL-UNSUPPORTED",
                 hint="these rows need a model with plain attention",
             )
-        return states_at_rows(self.model, pack, backend="native")
+        return iter_states_at_rows(self.model, pack, backend="native")
 
     def layout(self, wanted: Layout) -> Layout:
         """The layout that will be used: the wanted one, or `single` where the model is exact in no other."""
         return wanted if self.capability.layout == "tree" else "single"
+
+    def deep(self, max_bytes: int) -> Deep | None:
+        """What deep packs may take on this model; `None` where it runs none, or 0 bytes are allowed."""
+        cost = cost_of(self.model.config)
+        if self.capability.layout == "single" or not max_bytes or cost is None:
+            return None
+        return Deep(cost, self.head.weight_VD.element_size(), max_bytes)
 
     def _check_reach(self, pack: Pack) -> None:
         """Refuse positions and ids that the model was not made for."""
@@ -111,15 +133,19 @@ def load(
     dtype: str = "float32",
     device: str = "cpu",
     backend: str = "auto",
+    device_map: DeviceMap | None = None,
+    tp_plan: str | None = None,
 ) -> LoadedModel:
     """Load, probe and describe a model (a local folder, a `.gguf` file or a hub name).
 
+    One that is larger than a device: see `memopd_scorer.placement`. With `tp_plan` all ranks call this.
+
     Raises:
         InputError: `E-MODEL-LOAD`, `E-MODEL-UNSUPPORTED` or `E-TOKENIZER-MISMATCH`.
-        UsageError: an unknown dtype, backend or device.
+        UsageError: an unknown dtype, backend, device or plan.
     """
-    model = load_model(path, dtype=dtype, device=device)
-    choices = choose(backend, model.device, model.dtype)
+    model = load_model(path, dtype=dtype, device=device, device_map=device_map, tp_plan=tp_plan)
+    choices = choose(backend, runs_on(model.get_input_embeddings()), model.dtype)
     tokenizer = load_tokenizer(path, vocab_size=model.get_input_embeddings().weight.shape[0])
     head = head_of(model, tokenizer.size)
     for choice in choices:
@@ -127,6 +153,19 @@ def load(
         if capability.layout == "tree":
             break
     return LoadedModel(Path(path).name, model, head, tokenizer, choice, capability)
+
+
+def cost_of(config: PreTrainedConfig) -> ModelCost | None:
+    """The cost of a model, read from its folder as `memopd-trace plan` does; `None` where its config says none."""
+    try:
+        if config.name_or_path:
+            return ModelCost.read(Path(config.name_or_path))
+    except InputError:  # a hub name, a .gguf file: no folder
+        pass
+    try:
+        return ModelCost.of(config.to_dict())
+    except (ArithmeticError, LookupError, ValueError, TypeError, AttributeError):
+        return None
 
 
 def check_trace(metadata: TraceMetadata, model: LoadedModel) -> None:
@@ -151,15 +190,23 @@ def check_trace(metadata: TraceMetadata, model: LoadedModel) -> None:
         )
 
 
-def load_model(path: str | os.PathLike[str], *, dtype: str = "float32", device: str = "cpu") -> PreTrainedModel:
+def load_model(
+    path: str | os.PathLike[str],
+    *,
+    dtype: str = "float32",
+    device: str = "cpu",
+    device_map: DeviceMap | None = None,
+    tp_plan: str | None = None,
+) -> PreTrainedModel:
     """A causal LM in eval mode; weights come from safetensors (or GGUF) only, and no remote code is run.
 
     Raises:
         InputError: `E-MODEL-LOAD` naming the path and the first line of the cause.
-        UsageError: an unknown dtype or device.
+        UsageError: an unknown dtype, device or plan.
     """
     if dtype not in DTYPES:
         raise UsageError(f"unknown dtype '{dtype}'", hint=f"one of {', '.join(DTYPES)}")
+    placed = load_arguments(device_map, tp_plan)
     with _load_errors(path):
         where, extra = _location(path)
         model, loaded = AutoModelForCausalLM.from_pretrained(
@@ -169,12 +216,10 @@ def load_model(path: str | os.PathLike[str], *, dtype: str = "float32", device: 
             use_safetensors=True,
             output_loading_info=True,
             **extra,
+            **placed,
         )
         _check_complete(loaded)
-    try:
-        return model.to(torch.device(device)).eval()
-    except (RuntimeError, AssertionError, NotImplementedError) as error:
-        raise UsageError(f"device '{device}': {first_line(error)}") from None
+    return put(model, device, device_map, tp_plan).eval()
 
 
 def _check_complete(loaded: dict[str, Any]) -> None:

@@ -36,6 +36,22 @@ def test_each_limit_that_does_not_hold_is_named_and_the_exit_code_is_1(
     assert run([*command, "--max-false-clips", "5"]) == 2
 
 
+def test_the_attention_backend_is_chosen_and_said(
+    trace: Path, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = ["audit", str(trace), "--model", str(folder), "--format", "json"]
+    found = []
+    for options, said in (([], "sdpa (auto: the device is 'cpu'"), (["--attention", "eager"], "eager (asked for)")):
+        assert run([*command, *options]) == 0
+        report = json.loads(capsys.readouterr().out)
+        assert report["attention"].startswith(said)
+        found.append(report["recorded"]["max_abs"])
+    assert max(found) <= 1e-5
+    assert run([*command, "--attention", "flash"]) == 2
+    assert "the attention backend 'flash' cannot run float32 on 'cpu'" in capsys.readouterr().err
+    assert run([*command, "--attention", "fast"]) == 2
+
+
 def test_a_nan_holds_no_limit() -> None:
     nan = Comparison(1, *(float("nan"),) * 8)
     assert len(Limits(1, 1, 1).failed(nan)) == 3

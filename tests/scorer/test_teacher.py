@@ -72,9 +72,9 @@ def test_a_window_wider_than_the_probe_is_still_tested(monkeypatch: pytest.Monke
 def _without_window() -> object:
     from memopd_scorer.attention.visibility import read_call
 
-    def broken(module, query, key, attention_mask, options):  # type: ignore[no-untyped-def]
+    def broken(module, query, key, value, attention_mask, options):  # type: ignore[no-untyped-def]
         options.pop("sliding_window", None)
-        return read_call(module, query, key, attention_mask, options)
+        return read_call(module, query, key, value, attention_mask, options)
 
     return broken
 
