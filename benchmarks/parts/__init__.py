@@ -1,0 +1,1 @@
+"""What the scoring benchmarks share: workloads, contenders, measuring, tables."""
