@@ -299,8 +299,8 @@ def as_array(value: ArrayLike, column: Column) -> NDArray[Any]:
         array: NDArray[Any] = np.ma.masked_array(value, dtype=dtype)
     else:
         array = np.asarray(value)
-        fits = array.dtype.kind in "biu" and np.array_equal(array.astype(dtype), array)
-        if array.size and array.dtype != dtype and not fits:
+        same = not array.size or array.dtype == dtype
+        if not same and not (array.dtype.kind in "biu" and np.array_equal(array.astype(dtype), array)):
             raise ValueError(f"{column.name}: values do not fit {np.dtype(dtype)} (got {array.dtype})")
         array = array.astype(dtype, copy=False)
     if array.ndim != 1:

@@ -4,13 +4,14 @@ Each group of commands lives in its own module of this package; what needs torch
 that needs it. stdout holds only a command's result; notices and progress go to stderr.
 
 Exit codes: 0 done and clean, 1 findings or a failed check, 2 usage, 3 no input, unreadable or refused input,
-4 internal error.
+4 internal error, 130 interrupted (Ctrl-C, SIGTERM).
 """
 
 from __future__ import annotations
 
 import errno
 import os
+import signal
 import sys
 import traceback
 from typing import Any
@@ -18,7 +19,7 @@ from typing import Any
 import typer
 
 from memopd_trace import __version__
-from memopd_trace.cli import catalogue, demo, learn, look, teacher, validate
+from memopd_trace.cli import catalogue, convert, demo, learn, look, record, teacher, validate
 from memopd_trace.cli.console import make_streams_safe, settings, spare_pandas, stderr
 from memopd_trace.errors import TraceError, printable
 
@@ -58,6 +59,8 @@ def options(
 validate.register(app)
 catalogue.register(app)
 look.register(app)
+record.register(app)
+convert.register(app)
 teacher.register(app)
 learn.register(app)
 demo.register(app)
@@ -66,7 +69,8 @@ demo.register(app)
 def main() -> None:
     """Run the command line; every error becomes one line on stderr and an exit code."""
     make_streams_safe()
-    if "validate" in sys.argv[1:]:
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # a scheduler's stop, as Ctrl-C: nothing half done stays
+    if {"validate", "convert"} & set(sys.argv[1:]):
         spare_pandas()
     sys.exit(run(sys.argv[1:]))
 

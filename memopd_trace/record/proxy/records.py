@@ -1,0 +1,143 @@
+"""What the journal holds, as bytes: calls, rewards, and ends of episodes.
+
+A record is a JSON object and the arrays that it names, so that ids and log-probabilities are kept bit for bit. It has
+what a row is made from, not the row: rows are made again from the records, in their order, in the same way.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from memopd_trace.invocation import IDS, Sampling
+from memopd_trace.record.proxy.headers import Declared, Labels
+
+Logprobs = NDArray[np.float32]
+_LENGTH = struct.Struct("<I")
+_TYPES = {"i4": np.int32, "f4": np.float32}
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Sampled:
+    """One output of a call: int32 ids of its prompt and of what was sampled, float32 log-probabilities (nats, NaN =
+    there is none; `None` = none for the whole)."""
+
+    choice: int
+    prompt: IDS
+    output: IDS
+    logprobs: Logprobs | None
+    finish_reason: str | None
+    extra: dict[str, str]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class CallRecord:
+    """One call. Times are microseconds since 1970. `accepted` is false for an attempt that was given up."""
+
+    episode: str
+    model_id: str
+    response_id: str | None
+    labels: Labels
+    outputs: tuple[Sampled, ...]
+    sampling: Sampling | None
+    logprob_kind: str
+    policy_version: int | None
+    started: int
+    ended: int
+    accepted: bool | None = None
+    extra: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RewardRecord:
+    """A reward for one call (`response_id`), or the latest; `rewards` are its named parts."""
+
+    episode: str
+    reward: float | None
+    rewards: dict[str, float] | None
+    response_id: str | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EndRecord:
+    """The end of an episode: `terminated` or `truncated`."""
+
+    episode: str
+    end: str
+
+
+Record = CallRecord | RewardRecord | EndRecord
+
+
+def to_bytes(record: Record) -> bytes:
+    """A record as the journal keeps it."""
+    arrays: list[NDArray[Any]] = []
+    header = {"type": type(record).__name__, **_plain(record, arrays)}
+    header["arrays"] = [[a.dtype.str[1:], len(a)] for a in arrays]
+    text = json.dumps(header, separators=(",", ":")).encode()
+    return b"".join([_LENGTH.pack(len(text)), text, *(a.astype(a.dtype.newbyteorder("<")).tobytes() for a in arrays)])
+
+
+def from_bytes(data: bytes) -> Record:
+    """The record that `to_bytes` wrote.
+
+    Raises:
+        ValueError: it is none.
+    """
+    try:
+        (length,) = _LENGTH.unpack_from(data)
+        header = json.loads(data[_LENGTH.size : _LENGTH.size + length])
+        arrays, at = [], _LENGTH.size + length
+        for kind, count in header.pop("arrays"):
+            array = np.frombuffer(data, f"<{kind}", count, at)
+            arrays.append(array.astype(_TYPES[kind]))
+            at += array.nbytes
+        return _record(header.pop("type"), header, arrays)
+    except (AttributeError, KeyError, IndexError, TypeError, OverflowError, RecursionError, struct.error) as error:
+        raise ValueError(f"no record: {error}") from None
+
+
+def _plain(record: Record, arrays: list[NDArray[Any]]) -> dict[str, Any]:
+    if not isinstance(record, CallRecord):
+        return asdict(record)
+    prompts: dict[int, int] = {}  # a prompt that several outputs share is kept once
+    outputs = []
+    for s in record.outputs:
+        if id(s.prompt) not in prompts:
+            prompts[id(s.prompt)] = len(arrays)
+            arrays.append(s.prompt)
+        places: list[int | None] = [prompts[id(s.prompt)], len(arrays), None]
+        arrays.append(s.output)
+        if s.logprobs is not None:
+            places[2] = len(arrays)
+            arrays.append(s.logprobs)
+        outputs.append([s.choice, *places, s.finish_reason, s.extra])
+    plain = {name: getattr(record, name) for name in CallRecord.__dataclass_fields__}
+    labels, sampling = asdict(record.labels), None if record.sampling is None else asdict(record.sampling)
+    return plain | {"outputs": outputs, "labels": labels, "sampling": sampling}
+
+
+def _record(kind: str, values: dict[str, Any], arrays: Sequence[NDArray[Any]]) -> Record:
+    if kind == "RewardRecord":
+        return RewardRecord(**values)
+    if kind == "EndRecord":
+        return EndRecord(**values)
+    outputs = tuple(
+        Sampled(choice, arrays[prompt], arrays[output], None if logprobs is None else arrays[logprobs], finish, extra)
+        for choice, prompt, output, logprobs, finish, extra in values.pop("outputs")
+    )
+    labels, sampling = values.pop("labels"), values.pop("sampling")
+    segments = labels.pop("segments")
+    declared = None if segments is None else tuple(Declared(**s) for s in segments)
+    return CallRecord(
+        **values,
+        outputs=outputs,
+        labels=Labels(**labels, segments=declared),
+        sampling=None if sampling is None else Sampling(**sampling),
+    )

@@ -1,0 +1,165 @@
+"""A client's request: what it asks for, whether its answer can be recorded, and the same request with ids asked for.
+
+What is added: `return_token_ids`, and log-probabilities of the sampled tokens. Neither changes what is sampled.
+"""
+
+from __future__ import annotations
+
+import json
+import zlib
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from memopd_trace.invocation import Sampling
+from memopd_trace.record.modelfolder import SETTINGS, sampling_of
+
+Kind = Literal["chat", "completions"]
+
+MEDIA = ("image", "audio", "video", "file")  # in the type of a content part
+CONSTRAINTS = (
+    "logit_bias", "response_format", "structured_outputs", "guided_json", "guided_regex", "guided_choice",
+    "guided_grammar", "bad_words", "allowed_token_ids", "min_tokens", "logits_processors",
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One request for a model call.
+
+    `body` is what the client sent, decoded; `amended` the same with ids asked for, `None` where the answer is not to
+    be recorded: `why_not` then says why. `choices` is how many outputs the answer will have. `sampling` is `None` where
+    not every setting is known.
+    """
+
+    kind: Kind
+    body: bytes
+    amended: bytes | None = None
+    why_not: str | None = None
+    stream: bool = False
+    asked_ids: bool = False
+    asked_logprobs: bool = False
+    choices: int = 1
+    model: str | None = None
+    sampling: Sampling | None = None
+    extra: dict[str, str] = field(default_factory=dict)
+
+
+def read_request(kind: Kind, body: bytes, defaults: Sampling | None) -> Request:
+    """Read a request's body (JSON); one that cannot be read goes on as it is, for the upstream to refuse."""
+    try:
+        asked = json.loads(body.decode())
+    except (ValueError, RecursionError):
+        return Request(kind, body, why_not="malformed request")
+    if not isinstance(asked, dict):
+        return Request(kind, body, why_not="malformed request")
+    stream = asked.get("stream") is True
+    why_not = _why_not(kind, asked)
+    outputs = _outputs(kind, asked)
+    if why_not or outputs is None:
+        return Request(kind, body, why_not=why_not or "malformed request", stream=stream)
+    logprobs = asked.get("logprobs")
+    asked_logprobs = bool(logprobs) if kind == "chat" else logprobs is not None
+    more: dict[str, Any] = {"return_token_ids": True}
+    if kind == "completions" and not asked_logprobs:
+        more["logprobs"] = 0
+    elif not asked_logprobs and not asked.get("top_logprobs"):  # alone it is refused, and is to be
+        more["logprobs"] = True
+    return Request(
+        kind,
+        body,
+        amended=json.dumps(asked | more, separators=(",", ":")).encode(),
+        stream=stream,
+        asked_ids=bool(asked.get("return_token_ids")),
+        asked_logprobs=asked_logprobs,
+        choices=outputs,
+        model=asked["model"] if isinstance(asked.get("model"), str) else None,
+        sampling=_sampling(asked, defaults),
+        extra=_extra(asked),
+    )
+
+
+def inflate(data: bytes, encoding: str, limit: int) -> bytes | None:
+    """`data` without its content encoding (gzip or deflate); `None` where it would exceed `limit` bytes.
+
+    Raises:
+        ValueError: another encoding, or no such data.
+    """
+    if encoding in ("", "identity"):
+        return data
+    if encoding not in ("gzip", "x-gzip", "deflate"):
+        raise ValueError(f"content encoding '{encoding}'")
+    machine = zlib.decompressobj(zlib.MAX_WBITS | 32)
+    try:
+        plain = machine.decompress(data, limit + 1)
+    except zlib.error as error:
+        raise ValueError(str(error)) from None
+    if len(plain) > limit:
+        return None
+    if not machine.eof or machine.unused_data:
+        raise ValueError("cut short, or followed by something else")
+    return plain
+
+
+def _why_not(kind: Kind, asked: dict[str, Any]) -> str | None:
+    """Why the answer cannot be recorded as the policy's own samples."""
+    if asked.get("echo"):
+        return "echo"  # with ids asked for, vLLM leaves the echoed text out
+    if asked.get("use_beam_search"):
+        return "beam search"
+    best_of, n = asked.get("best_of"), asked.get("n")
+    if best_of is not None and best_of != (1 if n is None else n):
+        return "best_of"  # chosen among samples that are not shown
+    if asked.get("prompt_embeds"):
+        return "prompt embeddings"
+    if kind == "chat" and _has_media(asked.get("messages")):
+        return "media"
+    return None
+
+
+def _has_media(messages: Any) -> bool:
+    for message in messages if isinstance(messages, list) else ():
+        content = message.get("content") if isinstance(message, dict) else None
+        for part in content if isinstance(content, list) else ():
+            kind = part.get("type") if isinstance(part, dict) else None
+            if isinstance(kind, str) and any(word in kind for word in MEDIA):
+                return True
+            if isinstance(part, dict) and any(any(word in key for word in MEDIA) for key in part if key != "type"):
+                return True
+    return False
+
+
+def _outputs(kind: Kind, asked: dict[str, Any]) -> int | None:
+    """How many outputs are asked for; `None` where the request makes no sense."""
+    n = asked.get("n")
+    n = 1 if n is None else n
+    if type(n) is not int or not 0 < n <= 2**16:
+        return None
+    prompt = asked.get("prompt")
+    if kind == "chat":
+        return n if isinstance(asked.get("messages"), list) else None
+    if isinstance(prompt, str):
+        return n
+    if not isinstance(prompt, list) or not prompt:
+        return None
+    return n if type(prompt[0]) is int else n * len(prompt)
+
+
+def _sampling(asked: dict[str, Any], defaults: Sampling | None) -> Sampling | None:
+    """The settings of the call. Null in `sampling` means that nothing was changed, so where the request is silent and
+    nobody says what the upstream then does, the whole is not known."""
+    if defaults is None and any(asked.get(name) is None for name in SETTINGS):
+        return None
+    return sampling_of(asked, defaults)
+
+
+def _extra(asked: dict[str, Any]) -> dict[str, str]:
+    """What else shaped the distribution and has no column."""
+    found = {}
+    for name in ("presence_penalty", "frequency_penalty"):
+        value = asked.get(name)
+        if isinstance(value, int | float) and value:
+            found[name] = str(value)
+    constraints = [name for name in CONSTRAINTS if asked.get(name)]
+    if constraints:
+        found["constraints"] = ",".join(constraints)
+    return found

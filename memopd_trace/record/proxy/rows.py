@@ -1,0 +1,198 @@
+"""From a recorded call to a row that validates: what is declared and the ids do not bear out is left out, and counted.
+
+The ids are the record. A wrong label never costs a call: a lineage that is not so is inferred anew, segments that do
+not fit are dropped, and so are log-probabilities that the format refuses (of an unknown kind, say).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+import numpy as np
+
+from memopd_trace.errors import UsageError
+from memopd_trace.invocation import Invocation, Segment
+from memopd_trace.lineage import is_extension
+from memopd_trace.metadata import TraceMetadata
+from memopd_trace.pieces import Pieces
+from memopd_trace.record.checks import check_row
+from memopd_trace.record.infer import Lineage, infer_lineage, retry_of, rewrite_of, same_prompt
+from memopd_trace.record.proxy.headers import Declared, Labels
+from memopd_trace.record.proxy.records import CallRecord, Sampled
+
+EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
+NO_LOGPROBS = {"output_logprobs": None, "logprob_kind": None, "output_loss_mask": None}
+REMEDIES: dict[str, tuple[str, dict[str, Any]]] = {  # a code's beginning: what is said, what is left out
+    "E-LOGPROB-": ("log-probabilities left out", NO_LOGPROBS),
+    "E-SUPPORT-": ("log-probabilities left out", NO_LOGPROBS),
+    "E-SEGMENT-": ("segments left out: they do not fit", {"segments": None}),
+    "E-LOSS-CONTENT": ("segments left out: they do not fit", {"segments": None}),
+    "E-SAMPLING-": ("sampling left out: out of range", {"sampling": None}),
+}
+LINEAGE = ("E-PARENT", "E-ROOT", "E-RELATION", "E-REWRITE", "E-DISCONTINUITY", "E-EXTEND", "E-RETRY", "E-FORK")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Made:
+    """A row, and what of the call it does not hold, in words."""
+
+    row: Invocation
+    notes: tuple[str, ...]
+
+
+class Earlier:
+    """The rows of an episode in front of a call, and the calls' response ids."""
+
+    def __init__(self) -> None:
+        self.rows: list[Invocation] = []
+        self._places: dict[str, int] = {}
+
+    def add(self, row: Invocation, response_id: str | None, choice: int) -> None:
+        """Add a row; it can be named as `ID/CHOICE`, and the first output of a call as `ID`."""
+        self.rows.append(row)
+        if response_id is not None:
+            self._places.setdefault(response_id, row.invocation_index)
+            self._places[f"{response_id}/{choice}"] = row.invocation_index
+
+    def named(self, name: str | None) -> Invocation | None:
+        """The row that a client names."""
+        place = None if name is None else self._places.get(name)
+        return None if place is None else self.rows[place]
+
+
+def make_row(
+    record: CallRecord,
+    output: Sampled,
+    earlier: Earlier,
+    sibling: Invocation | None,
+    metadata: TraceMetadata,
+    pieces: Pieces | None,
+) -> Made:
+    """The row of one output behind the `earlier` ones. `sibling` is the first output of the same call and prompt.
+
+    Raises:
+        UsageError: its ids make no valid row (the error carries the rule's code).
+    """
+    row = _row(record, output, earlier)
+    if sibling is not None:
+        return _checked(row.replace(parent_index=sibling.invocation_index, relation="fork"), earlier.rows, metadata, ())
+    labels, notes = record.labels, []
+    try:
+        declared = _declared(row, earlier, labels, pieces)
+        if declared is not None:
+            return _checked(row.replace(**declared), earlier.rows, metadata, ())
+    except UsageError as error:
+        if error.code is not None and not error.code.startswith(LINEAGE):
+            raise
+        notes.append("declared lineage not borne out by the ids")
+    found = infer_lineage(row, earlier.rows, again=labels.retry > 0, pieces=pieces)
+    if found.others:
+        notes.append("parent ambiguous: the longest was taken")
+    return _checked(_with(row, found), earlier.rows, metadata, tuple(notes))
+
+
+def _row(record: CallRecord, output: Sampled, earlier: Earlier) -> Invocation:
+    labels = record.labels
+    logprobs = None if output.logprobs is None else np.ma.masked_invalid(output.logprobs)
+    known = None if logprobs is None else ~np.ma.getmaskarray(logprobs)
+    partly = known is not None and not known.all() and record.accepted is not False
+    extra = {**record.extra, **output.extra}
+    if record.response_id is not None:
+        extra["response_id"] = record.response_id
+    segments = _segments(labels.segments, earlier, output)
+    return Invocation(
+        episode_id=record.episode,
+        invocation_index=len(earlier.rows),
+        model_id=record.model_id,
+        prompt_ids=output.prompt,
+        output_ids=output.output,
+        segments=segments,
+        agent_id=labels.agent,
+        accepted=record.accepted,
+        output_logprobs=logprobs,
+        logprob_kind=None if logprobs is None else record.logprob_kind,
+        output_loss_mask=known if partly else None,  # without a log-probability a token is not to be trained
+        sampling=record.sampling,
+        policy_version=record.policy_version,
+        finish_reason=output.finish_reason,
+        token_source="engine",
+        started_at=EPOCH + timedelta(microseconds=record.started),
+        ended_at=EPOCH + timedelta(microseconds=record.ended),
+        extra=extra or None,
+    )
+
+
+def _segments(declared: Sequence[Declared] | None, earlier: Earlier, output: Sampled) -> tuple[Segment, ...] | None:
+    if declared is None:
+        return None
+    found = []
+    for s in declared:
+        source = earlier.named(s.source)
+        index = None if source is None else source.invocation_index
+        found.append(Segment(s.start, s.stop, s.kind, index, None if index is None else s.source_start or 0))
+    end = len(output.prompt)
+    return (*found, Segment(end, end + len(output.output), "action"))
+
+
+def _declared(row: Invocation, earlier: Earlier, labels: Labels, pieces: Pieces | None) -> dict[str, Any] | None:
+    """The lineage columns that the labels declare; `None` where they declare none.
+
+    Raises:
+        UsageError: they name a call that is not there, or contradict each other.
+    """
+    relation, kind = labels.relation, labels.rewrite
+    if labels.parent == "none" or relation == "root":
+        return {"relation": "root"}
+    if labels.parent is None and relation is None and kind is None:
+        return None
+    parent = earlier.named(labels.parent) if labels.parent is not None else _latest(row, earlier.rows, relation)
+    if parent is None:
+        raise UsageError("the declared parent is not there")
+    if relation is None and kind is None:
+        relation = _plain_relation(parent, row)
+    if relation in ("rewrite", None):
+        return rewrite_of(parent, row, pieces, kind)
+    if kind is not None:
+        raise UsageError(f"a rewrite, and {relation}")
+    if relation == "retry":
+        return retry_of(parent, earlier.rows)
+    return {"parent_index": parent.invocation_index, "relation": relation}
+
+
+def _latest(row: Invocation, rows: Sequence[Invocation], relation: str | None) -> Invocation | None:
+    if relation == "retry":
+        return next((i for i in reversed(rows) if same_prompt(i, row)), None)
+    return next((i for i in reversed(rows) if i.accepted is not False), None)
+
+
+def _plain_relation(parent: Invocation, row: Invocation) -> str:
+    if is_extension(parent, row):
+        return "extend"
+    if same_prompt(parent, row):
+        return "retry" if parent.accepted is False else "fork"
+    return "rewrite"
+
+
+def _with(row: Invocation, found: Lineage) -> Invocation:
+    if not found.others:
+        return row.replace(**found.columns)
+    others = ",".join(map(str, found.others))
+    return row.replace(**found.columns, extra={**(row.extra or {}), "parent_candidates": others})
+
+
+def _checked(row: Invocation, rows: Sequence[Invocation], metadata: TraceMetadata, notes: tuple[str, ...]) -> Made:
+    """The row as it validates, without what keeps it from that."""
+    for _ in range(len(REMEDIES)):
+        try:
+            check_row(row, rows, metadata)
+            break
+        except UsageError as error:
+            remedy = next((r for start, r in REMEDIES.items() if (error.code or "").startswith(start)), None)
+            if remedy is None or all(getattr(row, name) is None for name in remedy[1]):
+                raise
+            notes = (*notes, f"{remedy[0]} ({error.code})")
+            row = row.replace(**remedy[1])
+    return Made(row, notes)
