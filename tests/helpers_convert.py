@@ -1,0 +1,175 @@
+"""What the tests of converters share: logs written, converted and read back; a small tokenizer with a template."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from memopd_trace import Invocation, read, validate
+from memopd_trace.convert import Conversion, convert
+
+FIXTURES = Path(__file__).parent / "convert" / "fixtures"
+TEMPLATE = (  # as reasoning models have it: reasoning is kept only behind the last user's message
+    "{%- set last = namespace(user=-1) %}"
+    "{%- for m in messages %}{%- if m.role == 'user' %}{%- set last.user = loop.index0 %}{%- endif %}{%- endfor %}"
+    "{%- if tools %}<|start|>tools {{ tools | tojson }}<|end|>{{ '\n' }}{% endif %}"
+    "{%- for m in messages %}<|start|>{{ m.role + '\n' }}"
+    "{%- if m.reasoning_content and loop.index0 > last.user %}<think>{{ m.reasoning_content }}</think>{%- endif %}"
+    "{{ m.content }}"
+    "{%- for c in m.tool_calls or [] %}<call>{{ c.function.name }} {{ c.function.arguments | tojson }}</call>"
+    "{%- endfor %}"
+    "<|end|>\n{% endfor %}"
+    "{%- if add_generation_prompt %}<|start|>assistant\n{% endif %}"
+)
+
+
+def write_lines(path: Path, records: Iterable[Any]) -> Path:
+    """JSON Lines; bytes are written as they are."""
+    lines = [r if isinstance(r, bytes) else json.dumps(r).encode() for r in records]
+    path.write_bytes(b"".join(line + b"\n" for line in lines))
+    return path
+
+
+def converted(folder: Path, name: str, records: Iterable[Any], **options: Any) -> tuple[Conversion, list[Invocation]]:
+    """Records through a converter: its outcome, and the rows if a valid trace was written. What holds for every
+    conversion is asserted here: nothing vanishes uncounted, and the trace is what `validate` calls valid."""
+    number = len(list(folder.glob("log*")))
+    log = write_lines(folder / f"log{number}.jsonl", records)
+    result = convert(name, log, folder / f"out{number}.parquet", **options)
+    assert result.losses.balanced(), result.to_text()
+    if result.trace is None:
+        return result, []
+    assert validate(result.trace, "lineage").errors == (0 if result.valid else result.report.errors)
+    rows = list(read(result.trace).iter_invocations())
+    assert len(rows) == result.losses.rows
+    return result, rows
+
+
+def toy_tokenizer(folder: Path) -> Path:
+    """A character tokenizer with marks and a chat template, as Transformers saves it: id 0 `<|end|>` ends a turn."""
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    marks = ["<|end|>", "<|start|>", "<think>", "</think>", "<call>", "</call>"]
+    characters = ["\n", *map(chr, range(32, 127)), "é"]
+    vocabulary = {piece: i for i, piece in enumerate([*marks, *characters, "<unk>"])}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
+    tokenizer.decoder = decoders.Fuse()
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|end|>", unk_token="<unk>")
+    fast.add_special_tokens({"additional_special_tokens": ["<|start|>"]})
+    fast.add_tokens(marks[2:])
+    fast.chat_template = TEMPLATE
+    folder.mkdir(parents=True, exist_ok=True)
+    fast.save_pretrained(folder)
+    return folder
+
+
+def _vllm() -> list[dict[str, Any]]:
+    """A session of two calls, and one of two choices."""
+    prompt = list(range(100, 120))
+
+    def record(name: str, session: str, prompt: list[int], *outputs: list[int]) -> dict[str, Any]:
+        choices = [
+            {"index": i, "message": {"role": "assistant", "content": "yo"}, "token_ids": ids, "finish_reason": "stop",
+             "logprobs": {"content": [{"token": "x", "logprob": -0.25, "bytes": [120]} for _ in ids]}}
+            for i, ids in enumerate(outputs)
+        ]  # fmt: skip
+        return {
+            "session_id": session,
+            "timestamp": 1756498939.0,
+            "attempt": 0,
+            "request": {"messages": [{"role": "user", "content": "hi"}], "temperature": 1.0, "top_p": 1.0},
+            "response": {"id": name, "model": "m", "prompt_token_ids": prompt, "choices": choices,
+                         "usage": {"prompt_tokens": len(prompt), "completion_tokens": 3}},
+        }  # fmt: skip
+
+    return [
+        record("a", "s", prompt, [30, 31, 2]),
+        record("b", "t", prompt[::-1], [30, 2], [31, 2]),
+        record("c", "s", [*prompt, 30, 31, 2, 50], [32, 2]),
+    ]
+
+
+def _nemo_gym() -> list[dict[str, Any]]:
+    two_calls = json.loads((FIXTURES / "nemo_gym_two_calls.json").read_text())["input"]
+    rollout = {"responses_create_params": {"input": [{"role": "user", "content": "hot?"}], "temperature": 1.0},
+               "response": two_calls, "reward": 1.0, "_ng_task_index": 1, "_ng_rollout_index": 0}  # fmt: skip
+    return [rollout, json.loads((FIXTURES / "nemo_gym_without_ids.jsonl").read_text())]
+
+
+def _atif() -> list[dict[str, Any]]:
+    """A trajectory with an embedded sub-agent."""
+    task = list(range(100, 140))
+
+    def step(number: int, prompt: list[int], output: list[int], **fields: Any) -> dict[str, Any]:
+        metrics = {"prompt_token_ids": prompt, "completion_token_ids": output, "logprobs": [-0.5] * len(output),
+                   "prompt_tokens": len(prompt), "completion_tokens": len(output)}  # fmt: skip
+        return {"step_id": number, "source": "agent", "message": "x", "metrics": metrics, **fields}
+
+    agent = {"name": "t", "version": "1", "model_name": "m"}
+    inner = {
+        "schema_version": "ATIF-v1.7",
+        "trajectory_id": "sub",
+        "agent": agent,
+        "steps": [step(1, task[::-1], [5, 2])],
+    }
+    call = {"tool_call_id": "c", "function_name": "ask", "arguments": {}}
+    ref = {"source_call_id": "c", "subagent_trajectory_ref": [{"trajectory_id": "sub"}]}
+    asks = {"tool_calls": [call], "observation": {"results": [ref]}}
+    user = {"step_id": 1, "source": "user", "message": "go"}
+    steps = [user, step(2, task, [7, 2], **asks), step(3, [*task, 7, 2, 9], [8, 2], reasoning_content="hm")]
+    return [{"schema_version": "ATIF-v1.7", "session_id": "s", "agent": agent, "steps": steps,
+             "subagent_trajectories": [inner], "notes": "n"}]  # fmt: skip
+
+
+def _agent_lightning() -> list[dict[str, Any]]:
+    """The events of an attempt, and a span of another."""
+    data = [{"model": "m", "model_version": 4, **{k: r[k] for k in ("request", "response")}} for r in _vllm()[::2]]
+    common = {"rollout_id": "r", "attempt_id": "a", "timestamp": 1756498939.0}
+    events = [{"event_type": "model_request", "data": d, **common} for d in data]
+    reward = {"event_type": "reward", "data": {"value": 1.0, "message": "m"}, **common}
+    attributes = {
+        "prompt_token_ids": "[1, 2, 3]",
+        "response_token_ids": "[[4, 2]]",
+        "agentlightning.reward.0.value": 0.5,
+    }
+    span = {"rollout_id": "q", "attempt_id": "a", "sequence_id": 1, "span_id": "s", "attributes": attributes,
+            "start_time": 1756498939.0}  # fmt: skip
+    return [*events, reward, span]
+
+
+def _openai() -> list[dict[str, Any]]:
+    """Two turns with a tool call of a session, in the chat form, and one of the Responses form."""
+    tools = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}]
+    call = {"id": "c", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
+    asked: list[dict[str, Any]] = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "1 + 2?"}]
+    made = {"role": "assistant", "content": None, "reasoning_content": "hm", "tool_calls": [call]}
+    later = [*asked, made, {"role": "tool", "tool_call_id": "c", "content": [{"type": "text", "text": "3"}]}]
+    said = {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "3"}]}
+    common = {"tools": tools, "temperature": 0.5, "chat_template_kwargs": {"enable_thinking": True}}
+
+    def record(name: str, messages: Any, message: Any, why: str) -> dict[str, Any]:
+        choice = {"index": 0, "message": message, "finish_reason": why}
+        usage = {"prompt_tokens": 40, "completion_tokens": 9}
+        return {"session_id": "s", "request": {"messages": messages, **common},
+                "response": {"id": name, "model": "m", "choices": [choice], "usage": usage}}  # fmt: skip
+
+    return [
+        record("a", asked, made, "tool_calls"),
+        record("b", later, {"role": "assistant", "content": "3"}, "stop"),
+        {"request": {"instructions": "be brief", "input": [{"role": "user", "content": "1 + 2?"}], "tools": tools},
+         "response": {"id": "r", "object": "response", "model": "m", "status": "completed", "output": [said],
+                      "usage": {"input_tokens": 5, "output_tokens": 2}}},
+    ]  # fmt: skip
+
+
+LOGS: dict[str, list[dict[str, Any]]] = {  # a log of each format, with ids where it can hold some
+    "nemo-gym": _nemo_gym(),
+    "atif": _atif(),
+    "vllm": _vllm(),
+    "agent-lightning": _agent_lightning(),
+    "openai": _openai(),
+}
