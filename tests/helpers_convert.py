@@ -166,10 +166,31 @@ def _openai() -> list[dict[str, Any]]:
     ]  # fmt: skip
 
 
+def _sglang() -> list[dict[str, Any]]:
+    """A call of `/generate`, and a chat that goes on from it."""
+    prompt = list(range(100, 120))
+
+    def meta(name: str, version: Any, *ids: int) -> dict[str, Any]:
+        triples = [[-0.5 * (i != 2), i, None] for i in ids]
+        return {"id": name, "finish_reason": {"type": "stop", "matched": 2}, "completion_tokens": 2,
+                "weight_version": version, "output_token_logprobs": triples}  # fmt: skip
+
+    asked = {"input_ids": prompt, "sampling_params": {"temperature": 1.0, "top_k": -1}, "return_logprob": True}
+    said = {"text": "x", "output_ids": [30, 2], "meta_info": meta("a", "4", 30, 2)}
+    choice = {"message": {"content": "y"}, "finish_reason": "stop", "meta_info": meta("b", 5, 31, 2),
+              "prompt_token_ids": [*prompt, 30, 2, 50]}  # fmt: skip
+    return [
+        {"session_id": "s", "request": asked, "response": said},
+        {"session_id": "s", "request": {"messages": [{"role": "user", "content": "x"}]},
+         "response": {"id": "b", "model": "m", "choices": [choice]}},
+    ]  # fmt: skip
+
+
 LOGS: dict[str, list[dict[str, Any]]] = {  # a log of each format, with ids where it can hold some
     "nemo-gym": _nemo_gym(),
     "atif": _atif(),
     "vllm": _vllm(),
+    "sglang": _sglang(),
     "agent-lightning": _agent_lightning(),
     "openai": _openai(),
 }

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import typer
 
-from memopd_trace.cli.console import OutputFormat, require
+from memopd_trace.cli.console import OutputFormat, progress, require
 
 
 class LogprobKind(StrEnum):
@@ -49,15 +49,18 @@ def convert(
     Example: memopd-trace convert nemo-gym rollouts.jsonl -o trace.parquet
     """
     run = require("memopd_trace.convert", "convert", "this command")
-    result = run.convert(
-        format_name,
-        inputs,
-        output,
-        tokenizer=tokenizer,
-        model_id=model_id,
-        logprob_kind=None if logprob_kind is None else logprob_kind.value,
-        strict=strict,
-    )
+    with progress("records") as bar:
+        task = bar.task_ids[0]
+        result = run.convert(
+            format_name,
+            inputs,
+            output,
+            tokenizer=tokenizer,
+            model_id=model_id,
+            logprob_kind=None if logprob_kind is None else logprob_kind.value,
+            strict=strict,
+            on_record=lambda number: bar.update(task, completed=number),
+        )
     if format is OutputFormat.json:
         print(json.dumps(result.to_json(), indent=1))
     else:

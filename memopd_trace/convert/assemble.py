@@ -227,9 +227,9 @@ def _once(calls: list[Call], losses: Losses) -> list[Call]:
     return list(found.values())
 
 
-def _mirrors(call: Call) -> dict[str, str]:
+def _mirrors(call: Call) -> dict[str, Any]:
     """The text columns of a call: what the log has beside ids, or what its ids were made from."""
-    found: dict[str, str] = {}
+    found: dict[str, Any] = {}
     if isinstance(call.prompt, Chat):
         answer = [call.answer] if isinstance(call.answer, dict) else []
         found["messages"] = to_text([*call.prompt.messages, *answer])

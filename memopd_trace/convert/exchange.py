@@ -115,6 +115,8 @@ def sampling(request: Fields) -> Sampling | None:
 def _of_choice(choice: Fields, response: Fields, losses: Losses, **shared: Any) -> Call:
     message = choice.fields("message")
     answer: Any = choice.text("text") if message is None else dict(message.value)
+    if message is not None and isinstance(shared.get("prompt"), Chat):  # the row's `messages` will hold it
+        message.drop()
     prompt_ids = _first_ids(choice, response, "prompt_token_ids")
     output_ids, logprobs = _output(choice, losses)
     word = choice.name("finish_reason")
@@ -146,6 +148,8 @@ def _output(choice: Fields, losses: Losses) -> tuple[IDS | None, MaskedFloats | 
     tokens, numbers = _tokens(choice)
     if ids is None and tokens and all(TOKEN_ID.fullmatch(t) for t in tokens):
         ids = as_ids([int(t.removeprefix("token_id:")) for t in tokens], f"{choice.path}.logprobs")
+    if ids is not None:
+        _drop_told(choice)
     return ids, as_logprobs(numbers, losses, f"{choice.path}.logprobs") if numbers else None
 
 
@@ -161,6 +165,17 @@ def _tokens(choice: Fields) -> tuple[list[str], list[Any]]:
         return [str(item.get("token")) for item in content], [item.get("logprob") for item in content]
     tokens = logprobs.peek("tokens")
     return [str(t) for t in tokens] if isinstance(tokens, list) else [], logprobs.items("token_logprobs") or []
+
+
+def _drop_told(choice: Fields) -> None:
+    """Leave out of what is left over the texts of tokens, which ids tell; not other tokens' log-probabilities."""
+    logprobs = choice.fields("logprobs") if isinstance(choice.peek("logprobs"), dict) else None
+    if logprobs is None:
+        return
+    logprobs.any("tokens")
+    content = logprobs.peek("content")
+    if isinstance(content, list) and not any(item.get("top_logprobs") for item in content):
+        logprobs.any("content")
 
 
 def _reasoned(message: Fields) -> bool:
@@ -186,7 +201,7 @@ def joined(chunks: list[Any], losses: Losses, name: str) -> dict[str, Any]:
     for message in (made["message"] for made in choices.values() if "message" in made):
         if "tool_calls" in message:
             message["tool_calls"] = list(message["tool_calls"].values())
-    return {**whole, "choices": [choices[i] for i in sorted(choices)]}
+    return {**whole, "choices": [choices[i] for i in sorted(choices)]} if choices else whole
 
 
 def _add_chunk(choice: dict[str, Any], chunk: Fields) -> None:

@@ -173,6 +173,11 @@ class Fields:
                 raise _other(f"{self._path(name)}[{i}]", "true or false", item)
         return np.array(value, bool)
 
+    def drop(self) -> None:
+        """Take all of it as asked for: it is kept elsewhere."""
+        self._seen |= self.value.keys()
+        self._inside.clear()
+
     def rest(self) -> dict[str, Any]:
         """What was never asked for, nested objects included; null is left out."""
         left = {name: value for name, value in self.value.items() if name not in self._seen and value is not None}

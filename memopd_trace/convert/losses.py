@@ -16,6 +16,7 @@ from memopd_trace.convert.gaps import GAPS
 from memopd_trace.errors import printable
 
 MAX_ISSUES = 100  # broken records that are listed; all are counted
+MAX_SHOWN = 20  # of them in a text
 
 
 class BrokenRecord(Exception):
@@ -145,9 +146,9 @@ class Losses:
         if self.gaps:
             lines += ["gaps", *_lines(self.gaps)]
         if self.issues:
-            lines += ["broken", *(f"  {issue}" for issue in self.issues)]
-        if self.broken > len(self.issues):
-            lines.append(f"  … and {self.broken - len(self.issues)} more")
+            lines += ["broken", *(f"  {issue}" for issue in self.issues[:MAX_SHOWN])]
+        if self.broken > MAX_SHOWN:
+            lines.append(f"  … and {self.broken - MAX_SHOWN} more")
         return "\n".join(lines) + "\n"
 
     def _case(self, detail: str) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -95,6 +95,7 @@ def convert(
     model_id: str | None = None,
     logprob_kind: str | None = None,
     strict: bool = False,
+    on_record: Callable[[int], None] | None = None,
 ) -> Conversion:
     """Convert logs into a trace.
 
@@ -107,6 +108,7 @@ def convert(
         logprob_kind: what the log's log-probabilities are, where the log does not say: `raw`, `tempered` or
             `processed`.
         strict: stop at the first broken record; nothing is written then.
+        on_record: called with the number of records so far, after each one that held something.
 
     Returns:
         The outcome. What could be converted is written; a trace that breaks a rule is kept as `OUT.invalid`.
@@ -141,6 +143,8 @@ def convert(
                 finish(_renamed(draft, rows, losses))
             else:
                 pieces_of.add(draft.episode_id, draft)
+            if on_record is not None:
+                on_record(losses.records)
         for pieces in pieces_of:
             finish(_renamed(_joined(pieces, losses), rows, losses))
         if not losses.rows:

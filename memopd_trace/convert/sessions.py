@@ -41,8 +41,8 @@ def read(value: Any, losses: Losses) -> Iterator[Draft]:
     for call in found:
         if call.prompt_ids is None:
             call.prompt_ids = told_ids
-        _describe(call, record)
-    draft = _draft(record, request, found)
+        describe(call, record)
+    draft = draft_of(record, request, found)
     (found[0] if found else draft).extra |= record.rest()
     yield draft
 
@@ -63,7 +63,7 @@ def pair(record: Fields) -> tuple[Fields | None, Fields]:
     return request or (record if beside else None), response
 
 
-def _describe(call: Call, record: Fields) -> None:
+def describe(call: Call, record: Fields) -> None:
     """What the record says about its call."""
     call.started_at = _first(record, STARTED, "time")
     call.ended_at = _first(record, ENDED, "time")
@@ -78,7 +78,8 @@ def _describe(call: Call, record: Fields) -> None:
         call.policy_version = int(version)
 
 
-def _draft(record: Fields, request: Fields | None, found: list[Call]) -> Draft:
+def draft_of(record: Fields, request: Fields | None, found: list[Call]) -> Draft:
+    """The calls of a record as a piece of the episode that it names, or as an episode of their own."""
     places = [record, *([request] if request is not None and request is not record else [])]
     if isinstance(places[-1].peek("metadata"), dict):
         metadata = places[-1].fields("metadata")

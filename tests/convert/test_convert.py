@@ -259,6 +259,20 @@ def test_a_file_whose_lines_belong_together_is_read_at_once(tmp_path: Path, monk
     assert {k: v.number for k, v in result.losses.dropped_records.items()} == {"no call: a note": 2, "broken": 1}
 
 
+def test_of_many_broken_records_a_few_are_shown_and_all_are_counted(tmp_path: Path) -> None:
+    result, rows = converted(tmp_path, "vllm", [exchange("a"), *({"x": i} for i in range(150))])
+    assert len(rows) == 1 and result.losses.broken == 150 and len(result.losses.issues) == 100
+    assert "… and 130 more" in result.to_text() and result.to_text().count("log0.jsonl:") == 20 + 1
+    assert result.to_json()["broken_total"] == 150
+
+
+def test_progress_is_told_record_by_record(tmp_path: Path) -> None:
+    log = write_lines(tmp_path / "log.jsonl", [exchange("a"), exchange("b")])
+    seen: list[int] = []
+    convert("vllm", log, tmp_path / "t.parquet", on_record=seen.append)
+    assert seen == [1, 2]
+
+
 def test_a_fault_of_a_converter_costs_its_record_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(value: Any, losses: Losses) -> Any:
         return [Draft(episode_id="e", calls=[call()])] if value["good"] else value["missing"]

@@ -68,6 +68,19 @@ def test_the_floor_of_a_logprob_is_null_and_its_token_is_not_trained(tmp_path: P
     assert row.loss_mask().tolist() == [True, False, True]
 
 
+def test_what_ids_tell_is_not_kept_twice_and_other_tokens_logprobs_are(tmp_path: Path) -> None:
+    record = exchange("a", PROMPT, [30, 2])
+    _, (row,) = converted(tmp_path, "vllm", [record])
+    assert json.loads(row.messages or "") == [*ASK["messages"], {"role": "assistant", "content": "yo"}]
+    assert "bytes" not in str(row.extra) and "yo" not in str(row.extra)
+    record["response"]["choices"][0]["logprobs"]["content"][0]["top_logprobs"] = [{"token": "z", "logprob": -3.0}]
+    _, (row,) = converted(tmp_path, "vllm", [record])
+    assert '"token":"z","logprob":-3.0' in (row.extra or {})["response"]
+    del record["response"]["choices"][0]["token_ids"]
+    _, rows = converted(tmp_path, "vllm", [record])
+    assert rows == []  # token texts are no ids
+
+
 def test_several_choices_are_forks_of_the_first(tmp_path: Path) -> None:
     record = exchange("a", PROMPT, [30, 2])
     record["response"]["choices"].append(choice([31, 2], index=1))

@@ -5,13 +5,14 @@ from __future__ import annotations
 import difflib
 
 from memopd_trace.convert.format import Format
-from memopd_trace.convert.formats import agent_lightning, atif, nemo_gym, openai_api, vllm
+from memopd_trace.convert.formats import agent_lightning, atif, nemo_gym, openai_api, sglang, vllm
 from memopd_trace.errors import UsageError
 
 FORMATS: tuple[Format, ...] = (
     nemo_gym.FORMAT,
     atif.FORMAT,
     vllm.FORMAT,
+    sglang.FORMAT,
     agent_lightning.FORMAT,
     openai_api.FORMAT,
 )
