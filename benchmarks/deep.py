@@ -18,20 +18,21 @@ import os
 import pickle
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from parts.measure import status_bytes
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from memopd_scorer.attention import iter_states_at_rows
 from memopd_scorer.cost import ModelCost
 from memopd_scorer.deep import FLOPS_PER_BYTE, Deep
 from memopd_scorer.fit import PACK_TOKENS
-from memopd_scorer.plan import Pack, PlanSummary, plan_states
+from memopd_scorer.plan import Pack, plan_states
 from memopd_scorer.signals import compute_signals, head_of
 from memopd_scorer.states import State
+from memopd_scorer.summary import PlanSummary
 
 VOCABULARY = 4096
 CONTENDERS = ("one by one", "packed tree", "deep")
@@ -118,13 +119,7 @@ def run(contender: str, groups: list[list[State]], max_tokens: int, layers: int)
         compute_signals(parts, head, pack, ("sampled",))
     seconds = time.process_time() - began
     held = cost.kept * 4 * summary.kept_tokens
-    return Result(summary.executed_tokens, passes, seconds, held, peak_bytes())
-
-
-def peak_bytes() -> int:
-    """The most memory that this process has held (Linux)."""
-    (kib,) = (line.split()[1] for line in Path("/proc/self/status").read_text().splitlines() if "VmHWM" in line)
-    return 1024 * int(kib)
+    return Result(summary.executed_tokens, passes, seconds, held, status_bytes("VmHWM"))
 
 
 def in_child(work: Callable[[], Any]) -> Any:

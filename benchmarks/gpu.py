@@ -10,7 +10,7 @@ Exactness: a model of the same widths and EXACT_LAYERS layers. The oracle is eac
 must be within 1e-4 nats of it; bfloat16 (the same weights) must be at most 1.1 times as far from it, on the mean, as
 each invocation alone in bfloat16. Recorded evictions cannot be run by the plain model: there the oracle is the dense
 `eager` in float64, and bfloat16 is held against the dense one in bfloat16.
-Times: the whole model in bfloat16; columns as in `score.py`, errors against each invocation alone in bfloat16.
+Times: the whole model in bfloat16; columns as in `docs/benchmarks.md`, errors against each invocation alone.
 
 Exit code 1 when a backend is not exact.
 """
@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import argparse
 import copy
-import json
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -31,7 +30,7 @@ import torch
 from parts.contenders import CONTENDERS, Bench, Contender, Outcome, oracle, tree
 from parts.measure import gemm_peak, layer_shapes, machine
 from parts.race import race
-from parts.tables import RESULTS, aligned, as_markdown, as_text, markdown, save, write_between_markers
+from parts.tables import add_options, aligned, as_markdown, as_text, kept, markdown, save, write_between_markers
 from parts.workloads import Workload, random_pieces, synthetic
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
@@ -87,10 +86,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--only", nargs="+", choices=WORKLOADS, default=list(WORKLOADS), metavar="WORKLOAD")
     parser.add_argument("--scale", type=float, default=8.0, help="of all lengths")
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument(
-        "--json", type=Path, nargs="?", const=RESULTS / "gpu.json", help="keep the result, in benchmarks/results"
-    )
-    parser.add_argument("--write", type=Path, metavar="PAGE", help="only put the kept result into a page")
+    add_options(parser, "gpu")
     return parser.parse_args()
 
 
@@ -250,11 +246,7 @@ def cells(check: dict[str, Any]) -> list[str]:
 
 
 def write_page(page: Path) -> None:
-    kept = RESULTS / "gpu.json"
-    if not kept.exists():
-        write_between_markers(page, "gpu", iter(["not measured"]))
-        return
-    result = json.loads(kept.read_text())
+    result = kept("gpu")
     lines = [*as_markdown(result), "", *markdown([list(CHECKS), *map(cells, result["checks"])])]
     write_between_markers(page, "gpu", iter(lines))
 

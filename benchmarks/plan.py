@@ -26,8 +26,9 @@ from pathlib import Path
 import numpy as np
 import pyarrow.parquet as pq
 
-from memopd_scorer.plan import PlanSummary, plan
+from memopd_scorer.plan import plan
 from memopd_scorer.states import STATE_COLUMNS
+from memopd_scorer.summary import PlanSummary
 from memopd_trace.invocation import Episode, Invocation
 from memopd_trace.metadata import Model, Producer, Tokenizer, TraceMetadata
 from memopd_trace.storage import TraceWriter, read

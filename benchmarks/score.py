@@ -7,21 +7,13 @@ Run: OMP_NUM_THREADS=2 python benchmarks/score.py [--only memory group] [--conte
 The workloads are described in `parts/workloads.py`, the contenders in `parts/contenders.py`. Every contender answers
 for the same targets in float32; its largest error against each invocation alone, in nats, stands beside its time.
 
-executed      tokens that went through the model, padding included
-seconds       median of the rounds, and their range; in a round all contenders run in turn
-times ...     a contender's seconds over the tree's of the same round
-utilisation   estimated FLOPs of what was executed, over seconds, over the GEMM peak of this run
-peak MiB      memory beyond what was held before (the model); for vllm all of its processes, model and cache included
-bytes/target  what a contender hands over or stores for a scored token: 4 for a log-probability; `score` stores states,
-              from which the whole vocabulary comes back; trl makes all logits; vllm answers in JSON
-
-trl needs `pip install trl`, vllm `sh benchmarks/setup_vllm.sh`; a contender that is not there is named as absent.
+`docs/benchmarks.md` says what the columns are. trl needs `pip install trl`, vllm `sh benchmarks/setup_vllm.sh`; a
+contender that is not there is named as absent.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import signal
 import sys
 from collections.abc import Iterator
@@ -33,7 +25,7 @@ from typing import Any
 from parts.contenders import CONTENDERS, Bench, absent
 from parts.measure import gemm_peak, layer_shapes, machine
 from parts.race import race
-from parts.tables import RESULTS, as_markdown, as_text, save, write_between_markers
+from parts.tables import add_options, as_markdown, as_text, kept, save, write_between_markers
 from parts.vllm_server import FOLDER as VLLM_FOLDER
 from parts.vllm_server import VllmServer
 from parts.workloads import MAX_TOKENS, Workload, rollouts, synthetic, text_pieces
@@ -51,7 +43,7 @@ DEFAULT_MODEL = Path(__file__).parents[1] / ".cache" / "smollm2"
 def main() -> None:
     options = parse()
     if options.write:
-        write_page(options.write)
+        write_between_markers(options.write, "score", as_markdown(kept("score")))
         return
     if not options.model.exists():
         options.model.parent.mkdir(exist_ok=True)
@@ -71,10 +63,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--scale", type=float, default=0.8, help="of all lengths")
     parser.add_argument("--model", type=Path, default=DEFAULT_MODEL, help="a Transformers folder with a tokenizer")
-    parser.add_argument(
-        "--json", type=Path, nargs="?", const=RESULTS / "score.json", help="keep the result, in benchmarks/results"
-    )
-    parser.add_argument("--write", type=Path, metavar="PAGE", help="only put the kept result into a page")
+    add_options(parser, "score")
     return parser.parse_args()
 
 
@@ -152,13 +141,6 @@ def goals(found: dict[str, Any]) -> Iterator[dict[str, Any]]:
 
 def goal(name: str, value: float, wanted: float) -> dict[str, Any]:
     return {"name": name, "value": value, "wanted": wanted}
-
-
-def write_page(page: Path) -> None:
-    kept = RESULTS / "score.json"
-    if not kept.exists():
-        sys.exit(f"{kept} is not there: measure with --json first")
-    write_between_markers(page, "score", as_markdown(json.loads(kept.read_text())))
 
 
 def tell(text: str) -> None:

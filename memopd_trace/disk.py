@@ -131,7 +131,8 @@ def exclusive(folder: Path, doing: str) -> Iterator[None]:
         UsageError: another process holds it.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    with (folder / ".lock").open("w") as handle:
+    # neither led to another file by a symlink nor waiting for the other end of a FIFO
+    with os.fdopen(os.open(folder / ".lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666), "r+b", 0) as handle:
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:

@@ -16,7 +16,7 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from memopd_trace.arrowfile import iter_file
-from memopd_trace.conform import Misfit, conform_batch
+from memopd_trace.conform import conform_batch
 from memopd_trace.errors import InputError
 from memopd_trace.log import Log
 from memopd_trace.places import Place
@@ -34,18 +34,9 @@ from memopd_trace.rules.joined import (
 from memopd_trace.rules.registry import Hit, Phase, Rule
 from memopd_trace.rules.rowindex import RowIndex, keys_of
 from memopd_trace.rules.scorefiles import shown_at
-from memopd_trace.schema import RECORDED, SCORES_COLUMNS, VIEWS_COLUMNS
-from memopd_trace.scorefolder import HEAD, ScoresFolder, open_scores, shard_fault
+from memopd_trace.schema import RECORDED, VIEWS_COLUMNS
+from memopd_trace.scorefolder import HEAD, ScoresFolder, conform_scores, open_scores, shard_fault
 from memopd_trace.viewfile import ViewsReader
-
-PLAIN_COLUMNS = [c for c in SCORES_COLUMNS if c.name != "hidden"]  # its type is the run's, see `_states_misfit`
-STATE_VALUES = {
-    "float64": pa.float64(),
-    "float32": pa.float32(),
-    "float16": pa.float16(),
-    "bfloat16": pa.uint16(),
-    "int8": pa.int8(),
-}
 
 
 class JoinedCheck:
@@ -162,7 +153,7 @@ class JoinedCheck:
         rows = 0
         try:
             for raw in iter_file(path):
-                table, misfits = _conform_scores(raw, file)
+                table, misfits = conform_scores(raw, file.run)
                 if misfits:
                     file.misfits[path] = misfits
                     return
@@ -315,39 +306,6 @@ def _without_head(file: ScoresContext) -> str | None:
         file.faults[path] = "not the head that the scores were made with"
         return "the head is damaged"
     return None
-
-
-def _conform_scores(raw: pa.RecordBatch, file: ScoresContext) -> tuple[pa.RecordBatch, list[Misfit]]:
-    """The batch with every declared column, and what does not fit the table or the run."""
-    table, misfits = conform_batch(raw, PLAIN_COLUMNS)
-    for name in file.run.signal_columns:
-        if name not in raw.schema.names:
-            misfits.append(
-                Misfit(name, "missing", "the run's signals " + ", ".join(file.run.signals), "no such column")
-            )
-    if file.run.hidden_dtype is not None and "hidden" in raw.schema.names:
-        states, misfit = _states(raw.column("hidden"), file)
-        if misfit is not None:
-            return table, [*misfits, misfit]
-        table = table.append_column("hidden", states)
-    return table, misfits
-
-
-def _states(column: pa.Array, file: ScoresContext) -> tuple[pa.Array, Misfit | None]:
-    """The states as they are, if they are lists of the run's type and width."""
-    width, value = file.run.teacher.head.width, STATE_VALUES[file.run.hidden_type or ""]
-    kind = column.type
-    fits = (pa.types.is_list(kind) or pa.types.is_large_list(kind)) and pa.types.is_fixed_size_list(kind.value_type)
-    fits = fits and kind.value_type.list_size == width and kind.value_type.value_type == value
-    if fits and not _has_nulls(column):
-        return column, None
-    actual = str(kind) if not fits else "a null among the states"
-    return column, Misfit("hidden", "type", f"list<fixed_size_list<{value}>[{width}]>", actual)
-
-
-def _has_nulls(column: pa.Array) -> bool:
-    states = column.flatten()
-    return bool(column.null_count or states.null_count or states.flatten().null_count)
 
 
 def _file_of_nans(count: int) -> NDArray[np.float32]:

@@ -21,6 +21,7 @@ KEY = b"memopd_trace"
 VIEWS_KEY = b"memopd_trace_views"
 SCORES_KEY = b"memopd_trace_scores"
 MAX_METADATA_BYTES = 16 * 2**20
+MAX_TOLERANCE = 0.01  # nats: with more, the check of states would pass whatever they are
 SAMPLED_COLUMNS = ("logprob", "logsumexp", "entropy")
 TIER_COLUMNS = ("hidden_scale", "hidden_logsumexp", "hidden_kl")
 
@@ -176,11 +177,13 @@ def parse_views_metadata(schema_metadata: dict[bytes, bytes] | None, *, where: s
 def _parse(kind: type[M], key: bytes, schema_metadata: dict[bytes, bytes] | None, where: str) -> M:
     raw = (schema_metadata or {}).get(key)
     if raw is None:
+        hint = "another tool may have dropped it on rewriting: write the file again with its metadata"
+        if key == KEY:
+            hint += "; a first file needs little: spec/files.md, section 1, has the smallest"
+        if SCORES_KEY in (schema_metadata or {}):
+            hint = "this is a scores folder: a trace is what was scored, and --scores takes this"
         raise InputError(
-            f"{where}: no '{key.decode()}' key in the schema metadata",
-            code="E-META-MISSING",
-            hint="another tool may have dropped it on rewriting: write the file again with its metadata"
-            + ("; a first file needs little: spec/files.md, section 1, has the smallest" if key == KEY else ""),
+            f"{where}: no '{key.decode()}' key in the schema metadata", code="E-META-MISSING", hint=hint
         )
     if len(raw) > MAX_METADATA_BYTES:
         raise InputError(f"{where}: metadata of {len(raw)} bytes, limit {MAX_METADATA_BYTES}", code="E-META-INVALID")
@@ -306,7 +309,7 @@ class ScoresMetadata(_Model):
     shard_bytes: int
     shard_tokens: int
     plan_digest: str
-    tolerance: float = Field(1e-3, gt=0, allow_inf_nan=False)
+    tolerance: float = Field(1e-3, gt=0, le=MAX_TOLERANCE, allow_inf_nan=False)
 
     @property
     def hidden_type(self) -> str | None:

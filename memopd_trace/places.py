@@ -28,7 +28,7 @@ from memopd_trace import disk
 from memopd_trace.errors import UsageError
 
 _URI = re.compile(r"(s3|gs):/+([^?]*)\??(.*)")
-CHUNK = 4 * 2**20  # bytes that are hashed at a time: one request to a store
+READ_BYTES = 4 * 2**20  # hashed at a time: one request to a store
 PathLike = str | os.PathLike[str]
 
 
@@ -180,11 +180,11 @@ def size_of(path: Place) -> int:
 
 
 def file_sha256(path: Place) -> str:
-    """Hex SHA-256 of a file's bytes, of which memory holds `CHUNK`; a remote file is fetched whole."""
+    """Hex SHA-256 of a file's bytes, of which memory holds `READ_BYTES`; a remote file is fetched whole."""
     digest = hashlib.sha256()
     with path.open("rb") as source:
-        while chunk := source.read(CHUNK):
-            digest.update(chunk)
+        while part := source.read(READ_BYTES):
+            digest.update(part)
     return digest.hexdigest()
 
 

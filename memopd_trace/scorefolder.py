@@ -14,17 +14,28 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 import pyarrow.parquet as pq
 from pydantic import ValidationError
 
 from memopd_trace.arrowfile import file_schema
+from memopd_trace.conform import Misfit, conform_batch
 from memopd_trace.errors import InputError
 from memopd_trace.metadata import MAX_METADATA_BYTES, SCORES_KEY, ScoresMetadata, check_version, first_error
 from memopd_trace.places import Place, file_sha256, open_arrow
+from memopd_trace.schema import SCORES_COLUMNS
 from memopd_trace.storage import read_manifest, trace_files
 
 RUN, HEAD = "run.json", "head.safetensors"
 OF_ANOTHER_RUN = "it is a shard of another run"
+PLAIN_COLUMNS = [c for c in SCORES_COLUMNS if c.name != "hidden"]  # its type is the run's, see `_states`
+STATE_VALUES = {
+    "float64": pa.float64(),
+    "float32": pa.float32(),
+    "float16": pa.float16(),
+    "bfloat16": pa.uint16(),
+    "int8": pa.int8(),
+}
 SHARD_NAME = re.compile(r"shard-(\d{6,})-([0-9a-f]{16})\.parquet")
 
 
@@ -50,9 +61,16 @@ def open_scores(folder: Place) -> ScoresFolder:
     Raises:
         InputError: `E-NO-INPUT`, `E-UNREADABLE` (it is a file), `E-INCOMPLETE`, `E-META-INVALID`, `E-VERSION-MAJOR`.
     """
-    if trace_files(folder) == [folder]:
-        raise InputError(f"{folder}: is a file", code="E-UNREADABLE", hint="scores are a folder")
-    manifest = read_manifest(folder)
+    try:
+        if trace_files(folder) == [folder]:
+            raise InputError(f"{folder}: is a file", code="E-UNREADABLE", hint="scores are a folder")
+        manifest = read_manifest(folder)
+    except InputError as error:
+        if error.code != "E-INCOMPLETE":
+            raise
+        begun = (folder / RUN).is_file()
+        hint = "scores are unfinished: run the same `memopd-trace score` again" if begun else "it is no scores folder"
+        raise InputError(error.message, code=error.code, hint=hint) from None
     return ScoresFolder(folder, read_run(folder), manifest, tuple(folder / part["name"] for part in manifest["files"]))
 
 
@@ -78,7 +96,7 @@ def read_run(folder: Place) -> ScoresMetadata:
 def shard_fault(file: Place, metadata: ScoresMetadata) -> str | None:
     """What is wrong with a shard: its bytes do not match the hash in its name, or it is of another run.
 
-    Reads all of it, a chunk at a time: a remote shard is fetched.
+    Reads all of it, a few MiB at a time: a remote shard is fetched.
     """
     name = SHARD_NAME.fullmatch(file.name)
     if name is None or not file.is_file() or file_sha256(file)[:16] != name[2]:
@@ -116,3 +134,37 @@ def measured_kl(files: Iterable[Place]) -> dict[str, float] | None:
             total += float(kl_M.sum(dtype=np.float64))
             largest, count = max(largest, float(kl_M.max())), count + len(kl_M)
     return {"mean": total / count, "max": largest} if count else None
+
+
+def conform_scores(raw: pa.RecordBatch, run: ScoresMetadata) -> tuple[pa.RecordBatch, list[Misfit]]:
+    """The batch with every declared column, and what does not fit the table or the run."""
+    table, misfits = conform_batch(raw, PLAIN_COLUMNS)
+    names = raw.schema.names
+    for name in run.signal_columns:
+        if name not in names:
+            misfits.append(Misfit(name, "missing", "the run's signals " + ", ".join(run.signals), "no such column"))
+    if run.hidden_dtype is None or "hidden" not in names:
+        return table, misfits
+    if names.count("hidden") > 1:
+        return table, [*misfits, Misfit("hidden", "missing", "one column of states", "the name twice")]
+    states, misfit = _states(raw.column("hidden"), run)
+    if misfit is not None:
+        return table, [*misfits, misfit]
+    return table.append_column("hidden", states), misfits
+
+
+def _states(column: pa.Array, run: ScoresMetadata) -> tuple[pa.Array, Misfit | None]:
+    """The states as they are, if they are lists of the run's type and width."""
+    width, value = run.teacher.head.width, STATE_VALUES[run.hidden_type or ""]
+    kind = column.type
+    fits = (pa.types.is_list(kind) or pa.types.is_large_list(kind)) and pa.types.is_fixed_size_list(kind.value_type)
+    fits = fits and kind.value_type.list_size == width and kind.value_type.value_type == value
+    if fits and not _has_nulls(column):
+        return column, None
+    actual = str(kind) if not fits else "a null among the states"
+    return column, Misfit("hidden", "type", f"list<fixed_size_list<{value}>[{width}]>", actual)
+
+
+def _has_nulls(column: pa.Array) -> bool:
+    states = column.flatten()
+    return bool(column.null_count or states.null_count or states.flatten().null_count)

@@ -136,6 +136,8 @@ def require_valid(path: PathLike, profile: str = "core", *, views: PathLike | No
     found = [f for f in report.findings if f.severity == "error"]
     if found:
         first, more = found[0], report.errors - 1
+        if RULES[first.code].phase == "open":  # the input was refused: no list; the message names the place itself
+            raise InputError(printable(first.message, MAX_TEXT), code=first.code, hint=first.hint)
         who = "" if first.episode_id is None else f"episode '{printable(first.episode_id)}', "
         who += "" if first.invocation_index is None else f"invocation {first.invocation_index}: "
         raise InputError(

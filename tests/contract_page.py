@@ -10,7 +10,17 @@ from pathlib import Path
 
 import torch
 import transformers
-from sweep_contract import HALF_RATIO, REAL, REAL_LIMIT, ROUNDED_LIMIT, TOY_LIMITS, Cell, Errors, name_of
+from sweep_contract import (
+    EXPERTS_TIMES,
+    HALF,
+    HALF_RATIO,
+    REAL,
+    REAL_LIMIT,
+    TOY_LIMITS,
+    Cell,
+    Errors,
+    name_of,
+)
 
 _PAGE = Path(__file__).with_name("contract_page.md")
 
@@ -57,7 +67,6 @@ def to_markdown(cells: Sequence[Cell], tokens: int, real_tokens: int) -> str:
         **{name_of(dtype): limit for dtype, limit in TOY_LIMITS.items()},
         real=REAL,
         real_limit=REAL_LIMIT,
-        rounded=ROUNDED_LIMIT,
         ratio=HALF_RATIO,
         transformers=transformers.__version__,
         torch=torch.__version__.split("+")[0],
@@ -65,19 +74,8 @@ def to_markdown(cells: Sequence[Cell], tokens: int, real_tokens: int) -> str:
         real_tokens=real_tokens,
         table="\n".join([_HEADER, *_rows(cells)]),
         alone="\n".join(f"*{model}* is run alone: {reason}." for model, reason in alone),
-        ties="\n".join(_ties(cells)),
+        times=EXPERTS_TIMES,
     )
-
-
-def _ties(cells: Sequence[Cell]) -> Iterator[str]:
-    """What the ratios of models with experts leave out."""
-    ratios: dict[tuple[str, str], float] = {}
-    for cell in cells:
-        if "experts" in cell.model and cell.errors is not None and cell.alone is not None:
-            key = cell.model, name_of(cell.dtype)
-            ratios[key] = max(ratios.get(key, 0.0), cell.errors.mean / cell.alone.mean)
-    for (model, dtype), ratio in ratios.items():
-        yield f"*{model}*, {dtype}: with all tokens the mean is at most {ratio:.2f} times that of one by one.  "
 
 
 def _tests(files: dict[str, list[str]]) -> Iterator[str]:
@@ -100,6 +98,6 @@ def _row(model: str, layout: str, backend: str, found: dict[torch.dtype, tuple[E
     for dtype in _DTYPES:
         errors, ratio = found.get(dtype, (None, None))
         columns.append("" if errors is None else f"{errors.largest:.1e} / {errors.p999:.1e} / {errors.mean:.1e}")
-        if dtype in (torch.bfloat16, torch.float16):
+        if dtype in HALF:
             columns.append("" if ratio is None else f"{ratio:.2f}")
     return f"| {' | '.join(columns)} |"

@@ -1,22 +1,28 @@
 """Tiny random models of every causal LM type that Transformers knows.
 
 A type's default config is shrunk field by field (`SMALL`), lists that run over layers are cut, and what then still
-does not fit together is mended in one table (`FIXES`). Windows, chunks and selections get a size (`FAR`) between the
+does not fit together is mended in one table (`FIXES`). It names layers as well, where a default has not every kind of
+layer that real models of the type have: a model with all of them is what its row speaks of. Windows, chunks and selections get a size (`FAR`) between the
 longest sequence of the scorer's probe and those of the sweep, so that a rule that bites only on long sequences bites
 in the sweep and not in the probe.
 """
 
 from __future__ import annotations
 
+import ast
+import importlib
+import inspect
 from typing import Any
 
 import torch
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers.configuration_utils import ALLOWED_LAYER_TYPES
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 VOCABULARY = 96
 LAYERS = 4
 FAR = 100  # tokens
+_KINDS = frozenset(ALLOWED_LAYER_TYPES)
 
 _WIDTHS = ("hidden_size", "n_embd", "d_model", "dim", "emb_dim", "embedding_size", "attention_hidden_size",
            "adapter_in_dim", "adapter_out_dim", "adapter_input_size")  # fmt: skip
@@ -51,20 +57,34 @@ SMALL: dict[str, Any] = {
 }
 TYPES: dict[str, str] = dict(sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items()))
 _MLA = {"num_key_value_heads": 4, "head_dim": 4}
+_WINDOWS = {"layer_types": ["full_attention", "sliding_attention"] * 2, "sliding_window": FAR}
+_USED_WINDOWS = {**_WINDOWS, "use_sliding_window": True}
 FIXES: dict[str, dict[str, Any]] = {
     **dict.fromkeys(("axk1", "deepseek_v3", "longcat_flash", "youtu", "glm4_moe_lite", "sarvam_mla", "minicpm3"), _MLA),
     **dict.fromkeys(("axk2", "deepseek_v2", "deepseek_v32", "glm_moe_dsa", "bailing_hybrid"), _MLA),
-    "bamba": {"mamba_n_heads": 8, "mamba_d_head": 8},
+    **dict.fromkeys(("laguna", "mellum", "ministral"), _WINDOWS),
+    **dict.fromkeys(("qwen2", "qwen2_moe", "qwen3", "smollm3"), _USED_WINDOWS),
+    "bamba": {"mamba_n_heads": 8, "mamba_d_head": 8, "attn_layer_indices": [1, 3]},
     "codegen": {"rotary_dim": 4},
     "falcon_h1": {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_ssm": 64},
     "gemma3n_text": {"num_kv_shared_layers": 2},
     "gptj": {"rotary_dim": 4},
-    "granitemoehybrid": {"mamba_n_heads": 8, "mamba_d_head": 8},
+    "granitemoehybrid": {
+        "mamba_n_heads": 8,
+        "mamba_d_head": 8,
+        "layer_types": ["linear_attention", "full_attention"] * 2,
+    },
+    "inkling_text": {"mlp_layer_types": ["dense", "sparse"] * 2},
+    "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
+    "minimax_m3_vl_text": {
+        "layer_types": ["full_attention", "minimax_m3_sparse"] * 2,
+        "mlp_layer_types": ["dense", "dense", "sparse", "sparse"],
+    },
     "mamba2": {"num_heads": 8, "head_dim": 8, "n_groups": 2},
     "dbrx": {"attn_config": {"rope_theta": 1e4, "kv_n_heads": 2, "clip_qkv": 8.0}},
     "hunyuan_v1_moe": {"head_dim": 8},
     "kimi_linear": {**_MLA, "linear_num_heads": 4, "linear_head_dim": 8},
-    "ministral": {"head_dim": 8},
+    "ministral": {**_WINDOWS, "head_dim": 8},
     "hunyuan_v1_dense": {"head_dim": 8},
     "nemotron": {"num_key_value_heads": 2},
     "zamba": {"attention_hidden_size": 64, "attention_head_dim": 16},
@@ -78,7 +98,17 @@ FIXES: dict[str, dict[str, Any]] = {
         },
     },
     "deepseek_v2": {**_MLA, "topk_method": "greedy", "n_group": 1, "num_experts_per_tok": 2},
+    "cohere2_moe": {"mlp_layer_types": ["dense", "sparse", "sparse", "sparse"]},
+    "deepseek_v4": {
+        "layer_types": [
+            "sliding_attention",
+            "compressed_sparse_attention",
+            "heavily_compressed_attention",
+            "sliding_attention",
+        ]
+    },
     "dots1": {
+        **_WINDOWS,
         "n_routed_experts": 8,
         "n_group": 2,
         "topk_group": 1,
@@ -93,7 +123,7 @@ FIXES: dict[str, dict[str, Any]] = {
         **dict.fromkeys(("swa_qk_nope_head_dim", "swa_v_head_dim"), 8),
         "swa_head_dim": 12,
     },
-    "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2},
+    **dict.fromkeys(("lfm2", "lfm2_moe"), {"layer_types": ["conv", "full_attention"] * 2}),
     "qwen4_exp_text": {
         "ple_layer_ids": [],
         "indexer_n_heads": 4,
@@ -105,8 +135,22 @@ FIXES: dict[str, dict[str, Any]] = {
     },
     "reformer": {"is_decoder": True, "axial_pos_embds": False},
     "xmod": {"default_language": "en_XX"},
-    "zaya": {"num_experts_per_tok": 1},
+    "zaya": {
+        "num_experts_per_tok": 1,
+        "layer_types": ["hybrid", "hybrid_sliding"] * 2,
+        "sliding_window": FAR,
+    },
 }
+# Words for kinds of layers that stand in a type's code for something else: a mask's or a module's name, an older word.
+OTHER_MEANINGS: dict[str, set[str]] = {
+    **dict.fromkeys(("big_bird", "blt"), {"dense"}),
+    **dict.fromkeys(("dots3_note", "dots3_note_text", "qwen4_exp", "qwen4_exp_text"), {"full_attention"}),
+    **dict.fromkeys(("inkling_text", "inkling2_text", "inkling2_loop_text"),
+                    {"full_attention", "linear_attention", "sliding_attention"}),
+    **dict.fromkeys(("zamba", "zamba2"), {"full_attention"}),
+    "falcon_h1": {"full_attention", "linear_attention"},
+    "zaya": {"conv"},
+}  # fmt: skip
 
 
 # The same types under settings that change how they attend: name -> (type, overrides).
@@ -170,13 +214,34 @@ def small_config(cls: type[PreTrainedConfig], default: PreTrainedConfig | None =
     return found
 
 
+def tiny_config(model_type: str, **overrides: Any) -> PreTrainedConfig:
+    """The config of a type's tiny model."""
+    cls = CONFIG_MAPPING[model_type]
+    return cls(**{**small_config(cls), **FIXES.get(model_type, {}), **overrides})
+
+
+def kinds_of_layers(config: PreTrainedConfig) -> set[str]:
+    """Every kind of layer that the decoder of a config has."""
+    decoder = config.get_text_config(decoder=True)
+    lists = (getattr(decoder, name, None) or () for name in ("layer_types", "mlp_layer_types", "layers_block_type"))
+    return {kind for kinds in lists for kind in kinds}
+
+
+def kinds_in_code(config: PreTrainedConfig) -> set[str]:
+    """Every kind of layer, as Transformers calls them, that the code of the decoder and of its config names."""
+    module = type(config.get_text_config(decoder=True)).__module__
+    found: set[str] = set()
+    for name in (module, module.replace("configuration_", "modeling_")):
+        tree = ast.parse(inspect.getsource(importlib.import_module(name)))
+        found |= {node.value for node in ast.walk(tree) if isinstance(node, ast.Constant) and node.value in _KINDS}
+    return found
+
+
 def tiny(model_type: str, dtype: torch.dtype = torch.float32, **overrides: Any) -> PreTrainedModel:
     """A tiny random model in eval mode; attention is far from uniform, no norm, bias or sink is neutral."""
     torch.manual_seed(0)
     try:
-        cls = CONFIG_MAPPING[model_type]
-        config = cls(**{**small_config(cls), **FIXES.get(model_type, {}), **overrides})
-        model = AutoModelForCausalLM.from_config(config)
+        model = AutoModelForCausalLM.from_config(tiny_config(model_type, **overrides))
         model(torch.full((1, 3), 5), use_cache=False)
     except Exception as error:  # whatever a config or a constructor trips over
         raise NotBuiltError(f"{type(error).__name__}: {str(error).strip().splitlines()[-1][:200]}") from error

@@ -7,6 +7,9 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+import helpers_harnesses
+import helpers_trainers
+
 from memopd_trace import Invocation, read, validate
 from memopd_trace.convert import Conversion, convert
 
@@ -186,6 +189,147 @@ def _sglang() -> list[dict[str, Any]]:
     ]  # fmt: skip
 
 
+def _anthropic() -> list[dict[str, Any]]:
+    """Two calls of a session with a tool between them, the second streamed."""
+    tools = [{"name": "add", "description": "adds", "input_schema": {"type": "object"}}]
+    made = [{"type": "thinking", "thinking": "hm", "signature": "s"}, {"type": "text", "text": "ok"},
+            {"type": "tool_use", "id": "t", "name": "add", "input": {"a": 1}}]  # fmt: skip
+    asked: list[dict[str, Any]] = [{"role": "user", "content": "1 + 2?"}]
+    result = {"type": "tool_result", "tool_use_id": "t", "content": [{"type": "text", "text": "3"}]}
+    later = [*asked, {"role": "assistant", "content": made}, {"role": "user", "content": [result]}]
+    usage = {"input_tokens": 9, "cache_read_input_tokens": 4, "output_tokens": 3}
+    events = [
+        {"type": "message_start", "message": {"id": "b", "model": "m", "content": [], "usage": {"input_tokens": 20}}},
+        {"type": "content_block_start", "index": 0, "content_block": {"type": "text", "text": ""}},
+        {"type": "content_block_delta", "index": 0, "delta": {"type": "text_delta", "text": "it is "}},
+        {"type": "content_block_delta", "index": 0, "delta": {"type": "text_delta", "text": "3"}},
+        {"type": "message_delta", "delta": {"stop_reason": "end_turn"}, "usage": {"output_tokens": 2}},
+    ]
+    common = {"model": "m", "max_tokens": 9, "system": "be brief", "tools": tools, "temperature": 1.0}
+    return [
+        {"session_id": "s", "request": {**common, "messages": asked},
+         "response": {"id": "a", "type": "message", "role": "assistant", "model": "m", "content": made,
+                      "stop_reason": "tool_use", "usage": usage}},
+        {"session_id": "s", "request": {**common, "messages": later}, "response": events},
+    ]  # fmt: skip
+
+
+def _claude_code() -> list[dict[str, Any]]:
+    """A session with two tools at once, a compaction, and a side chain."""
+    at = "2026-01-15T10:00:00Z"
+
+    def line(kind: str, uuid: str, parent: str | None, content: Any = None, **more: Any) -> dict[str, Any]:
+        answer = {"id": more.pop("id"), "model": "m", "stop_reason": "end_turn",
+                  "usage": {"input_tokens": 9, "output_tokens": 3}} if kind == "assistant" else {}  # fmt: skip
+        message = {} if kind == "system" else {"message": {"role": kind, "content": content, **answer}}
+        return {"type": kind, "uuid": uuid, "parentUuid": parent, "timestamp": at, "sessionId": "s", "version": "2",
+                "isSidechain": False, **message, **more}  # fmt: skip
+
+    def use(name: str, **inputs: Any) -> list[dict[str, Any]]:
+        return [{"type": "tool_use", "id": name, "name": "Task", "input": inputs}]
+
+    def result(name: str) -> list[dict[str, Any]]:
+        return [{"type": "tool_result", "tool_use_id": name, "content": f"did {name}"}]
+
+    side = {"isSidechain": True, "agentId": "g"}
+    return [
+        line("user", "u1", None, "go"),
+        line("assistant", "a1", "u1", use("x", prompt="look"), id="m1"),
+        line("assistant", "a2", "a1", use("y"), id="m1"),
+        line("user", "s1", None, "look", **side),
+        line("assistant", "s2", "s1", [{"type": "text", "text": "seen"}], id="m2", **side),
+        line("user", "r1", "a1", result("x"), toolUseResult={"agentId": "g"}),
+        line("user", "r2", "a2", result("y")),
+        line("assistant", "a3", "r2", [{"type": "text", "text": "done"}], id="m3"),
+        line("system", "c", None, subtype="compact_boundary", logicalParentUuid="a3", compactMetadata={"trigger": "m"}),
+        line("user", "u2", "c", "so far: done", isCompactSummary=True, isVisibleInTranscriptOnly=True),
+        line("user", "u3", "u2", [{"type": "text", "text": "more"}]),
+        line("assistant", "a4", "u3", [{"type": "text", "text": "yes"}], id="m4"),
+        {"type": "summary", "summary": "a title", "leafUuid": "a4"},
+    ]
+
+
+def _codex() -> list[dict[str, Any]]:
+    """A session with a tool, counts told twice, a rollback and a compaction."""
+
+    def item(kind: str, **fields: Any) -> dict[str, Any]:
+        return {"timestamp": "2026-01-15T10:00:00Z", "type": "response_item", "payload": {"type": kind, **fields}}
+
+    def said(role: str, text: str) -> dict[str, Any]:
+        word = "output_text" if role == "assistant" else "input_text"
+        return item("message", role=role, content=[{"type": word, "text": text}])
+
+    def event(kind: str, **fields: Any) -> dict[str, Any]:
+        return {"timestamp": "2026-01-15T10:00:00Z", "type": "event_msg", "payload": {"type": kind, **fields}}
+
+    def count(total: int) -> dict[str, Any]:
+        used = {"input_tokens": 40, "output_tokens": 5}
+        return event("token_count", info={"total_token_usage": {"input_tokens": total}, "last_token_usage": used})
+
+    meta = {"id": "s", "cwd": "/x", "cli_version": "0.99", "base_instructions": {"text": "be brief"}}
+    thought = item("reasoning", summary=[{"type": "summary_text", "text": "hm"}], encrypted_content="e")
+    history = [said("user", "go")["payload"], said("user", "so far: done")["payload"]]
+    return [
+        {"type": "session_meta", "payload": meta},
+        {"type": "turn_context", "payload": {"model": "m", "effort": "low"}},
+        said("user", "go"), event("user_message", message="go"), thought,
+        item("function_call", name="ls", call_id="c", arguments="{}"), count(1), count(1),
+        item("function_call_output", call_id="c", output="a.txt"), said("assistant", "one file"), count(2),
+        said("user", "oops"), event("user_message", message="oops"), said("assistant", "what"), count(3),
+        event("thread_rolled_back", num_turns=1), said("user", "and"), event("user_message", message="and"),
+        said("assistant", "done"), count(4),
+        {"type": "compacted", "payload": {"message": "", "replacement_history": history}},
+        said("user", "more"), said("assistant", "yes"), event("task_complete"),
+    ]  # fmt: skip
+
+
+def _gemini_cli() -> list[dict[str, Any]]:
+    """A chat whose messages are told again, with a rewind and a compression."""
+    at = "2026-01-15T10:00:00Z"
+
+    def user(name: str, text: str) -> dict[str, Any]:
+        return {"id": name, "timestamp": at, "type": "user", "content": [{"text": text}]}
+
+    def gemini(name: str, text: str, **more: Any) -> dict[str, Any]:
+        tokens = {"input": 30, "output": 4, "cached": 0, "thoughts": 2, "tool": 0, "total": 36}
+        return {"id": name, "timestamp": at, "type": "gemini", "content": text, "model": "m", "tokens": tokens, **more}
+
+    def used(name: str) -> dict[str, Any]:
+        answer = {"functionResponse": {"id": name, "name": "ls", "response": {"output": "a.txt"}}}
+        return {"id": name, "name": "ls", "args": {}, "result": [answer], "status": "success"}
+
+    return [
+        {"sessionId": "s", "projectHash": "h", "startTime": at, "kind": "main"},
+        user("u1", "go"),
+        gemini("g1", "look"),
+        gemini("g1", "look", toolCalls=[used("t1")]),
+        gemini("g2", "one file"),
+        {"$set": {"lastUpdated": at}},
+        user("u2", "oops"),
+        gemini("g3", "what"),
+        {"$rewindTo": "u2"},
+        {"id": "i", "timestamp": at, "type": "info", "content": "rewound"},
+        user("u3", "and"),
+        gemini("g4", "done"),
+        {"$set": {"messages": [user("n1", "so far: done"), {**user("n2", "fine"), "type": "gemini"}]}},
+        user("u4", "more"),
+        gemini("g5", "yes"),
+    ]
+
+
+def _messages() -> list[dict[str, Any]]:
+    """Conversations in the chat form, in ShareGPT's, and of a prompt and its completion."""
+    call = {"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
+    return [
+        {"id": 7, "messages": [{"role": "system", "content": "be brief"}, {"role": "user", "content": "hi"},
+                               {"role": "assistant", "content": "yo"}, {"role": "user", "content": "1 + 2?"},
+                               {"role": "assistant", "content": None, "tool_calls": [call]},
+                               {"role": "tool", "content": "3"}, {"role": "assistant", "content": "3"}]},
+        {"conversations": [{"from": "human", "value": "hi"}, {"from": "gpt", "value": "yo"}], "tools": "[]"},
+        {"prompt": "hi", "completion": "yo", "source": "x"},
+    ]  # fmt: skip
+
+
 LOGS: dict[str, list[dict[str, Any]]] = {  # a log of each format, with ids where it can hold some
     "nemo-gym": _nemo_gym(),
     "atif": _atif(),
@@ -193,4 +337,11 @@ LOGS: dict[str, list[dict[str, Any]]] = {  # a log of each format, with ids wher
     "sglang": _sglang(),
     "agent-lightning": _agent_lightning(),
     "openai": _openai(),
+    "anthropic": _anthropic(),
+    "claude-code": _claude_code(),
+    "codex": _codex(),
+    "gemini-cli": _gemini_cli(),
+    "messages": _messages(),
 }
+LOGS |= helpers_trainers.LOGS
+LOGS |= helpers_harnesses.LOGS

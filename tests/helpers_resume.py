@@ -8,12 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow.parquet as pq
 from helpers_scorer import growing_episode, memory_episode, save_model, tiny_model, write_trace
 
 from memopd_scorer.scoring import score
 from memopd_scorer.teacher import LoadedModel, load
 from memopd_trace.invocation import Episode
-from memopd_trace.scorefolder import SHARD_NAME, shard_fault
+from memopd_trace.scorefolder import SHARD_NAME, open_scores, shard_fault
 from memopd_trace.scorefolder import read_run as read_run_of
 
 
@@ -24,11 +25,11 @@ def episodes(count: int = 4) -> list[Episode]:
     return [*rollouts, growing_episode(rng, "grow")]
 
 
-def make_toy(folder: Path) -> tuple[Path, Path]:
-    """(teacher folder, trace)."""
+def make_toy(folder: Path, count: int = 4) -> tuple[Path, Path]:
+    """(teacher folder, trace of `episodes(count)`)."""
     model = tiny_model("llama", seed=3)
     teacher = save_model(model, folder / "teacher")
-    return teacher, write_trace(folder / "trace.parquet", teacher, model, episodes())
+    return teacher, write_trace(folder / "trace.parquet", teacher, model, episodes(count))
 
 
 def files_of(folder: Path) -> dict[str, bytes]:
@@ -39,6 +40,11 @@ def files_of(folder: Path) -> dict[str, bytes]:
 def shards_of(folder: Path) -> list[Path]:
     """The files of a folder that have a shard's name."""
     return sorted(f for f in folder.iterdir() if SHARD_NAME.fullmatch(f.name))
+
+
+def rows_of(folder: Path) -> list[dict[str, Any]]:
+    """Every stored row of a finished folder, in order, as plain data."""
+    return [row for file in open_scores(folder).files for row in pq.read_table(file).to_pylist()]
 
 
 def check_nothing_is_half_done(folder: Path) -> None:

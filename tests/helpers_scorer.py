@@ -188,6 +188,19 @@ def growing_episode(rng: np.random.Generator, name: str, calls: int = 4) -> Epis
     return Episode(name, tuple(rows))
 
 
+def tree_episodes(seed: int = 0) -> list[Episode]:
+    """Three rollouts of one group, a sibling of the first, and a growing history: forks, and forks of forks."""
+    rng = np.random.default_rng(seed)
+    rollouts = [memory_episode(rng, f"m{i}", group="g") for i in range(3)]
+    return [*rollouts, sibling(rollouts[0], "sibling"), growing_episode(rng, "grow")]
+
+
+def by_state(pack: Pack, hidden_RD: torch.Tensor) -> dict[tuple[str, int], torch.Tensor]:
+    """hidden_MD of every invocation of a pack, in the order of its targets."""
+    rows = [torch.from_numpy(pack.target_row_M[pack.target_state_M == n]).long() for n in range(len(pack.states))]
+    return {state.key: hidden_RD[r] for state, r in zip(pack.states, rows, strict=True)}
+
+
 def oracle(model: PreTrainedModel, episodes: list[Episode]) -> Iterator[tuple[Pack, torch.Tensor]]:
     """Each invocation alone, unpadded, through the plain model: (its pack, hidden_RD)."""
     for pack in plan(episodes, layout="single"):

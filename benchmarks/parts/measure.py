@@ -56,11 +56,11 @@ def peak_of(work: Callable[[], Result], device: torch.device) -> tuple[Result, i
     _return_freed_memory()
     try:
         Path("/proc/self/clear_refs").write_text("5")  # the high-water mark falls to what is held now
-        before = _status("VmRSS")
+        before = status_bytes("VmRSS")
     except (OSError, KeyError):
         return work(), None
     result = work()
-    return result, max(0, _status("VmHWM") - before)
+    return result, max(0, status_bytes("VmHWM") - before)
 
 
 def gemm_peak(
@@ -110,10 +110,14 @@ def wait(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def _status(name: str) -> int:
-    """Bytes, from /proc/self/status."""
-    fields = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
-    return int(fields[name].split()[0]) * 1024
+def status_bytes(field: str, process: int | str = "self") -> int:
+    """A size that a process holds (`VmRSS`) or has held at most (`VmHWM`), on Linux.
+
+    Raises:
+        OSError, KeyError: the system does not tell, or the process is gone.
+    """
+    fields = dict(line.split(":", 1) for line in Path(f"/proc/{process}/status").read_text().splitlines())
+    return int(fields[field].split()[0]) * 1024
 
 
 def _return_freed_memory() -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import argparse
 import json
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -22,6 +24,26 @@ def save(path: Path, result: dict[str, Any]) -> Path:
     with atomic_file(path) as out:
         out.write(json.dumps(result, indent=1, allow_nan=True).encode() + b"\n")
     return path
+
+
+def add_options(parser: argparse.ArgumentParser, name: str) -> None:
+    """`--json` keeps what a script has measured, and `--write` puts what was kept into a page."""
+    file = RESULTS / f"{name}.json"
+    parser.add_argument("--json", type=Path, nargs="?", const=file, help="keep the result, in benchmarks/results")
+    parser.add_argument("--write", type=Path, metavar="PAGE", help="only put the kept result into a page")
+
+
+def kept(name: str) -> dict[str, Any]:
+    """What a script has kept last.
+
+    Raises:
+        SystemExit: nothing.
+    """
+    file = RESULTS / f"{name}.json"
+    if not file.exists():
+        sys.exit(f"{file} is not there: measure with --json first")
+    result: dict[str, Any] = json.loads(file.read_text())
+    return result
 
 
 def as_text(result: dict[str, Any]) -> Iterator[str]:

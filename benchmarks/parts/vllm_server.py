@@ -22,6 +22,8 @@ from typing import Any
 import numpy as np
 import psutil
 
+from .measure import status_bytes
+
 FOLDER = Path(__file__).parents[2] / ".venv-vllm"
 CLIENTS = 32  # requests under way at once
 START_SECONDS = 300
@@ -140,8 +142,6 @@ def _own_logprobs(answer: dict[str, Any], ids: np.ndarray) -> np.ndarray:
 
 def _peak(process: psutil.Process) -> int:
     try:
-        status = Path(f"/proc/{process.pid}/status").read_text()
-        (kib,) = (line.split()[1] for line in status.splitlines() if line.startswith("VmHWM"))
-    except (OSError, ValueError):
+        return status_bytes("VmHWM", process.pid)
+    except (OSError, KeyError):
         return 0
-    return int(kib) * 1024

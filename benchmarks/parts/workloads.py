@@ -21,8 +21,9 @@ from typing import Any
 
 import numpy as np
 
-from memopd_scorer.plan import PlanSummary, iter_groups, plan_states
+from memopd_scorer.plan import iter_groups, plan_states
 from memopd_scorer.states import State, state_of
+from memopd_scorer.summary import PlanSummary
 from memopd_trace.invocation import Episode, Invocation, Sampling, Segment
 from memopd_trace.metadata import Model, Producer, Tokenizer, TraceMetadata
 from memopd_trace.storage import TraceReader, write

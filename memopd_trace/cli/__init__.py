@@ -13,6 +13,7 @@ import errno
 import os
 import signal
 import sys
+import threading
 import traceback
 from typing import Any
 
@@ -72,7 +73,10 @@ def main() -> None:
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # a scheduler's stop, as Ctrl-C: nothing half done stays
     if {"validate", "convert"} & set(sys.argv[1:]):
         spare_pandas()
-    sys.exit(run(sys.argv[1:]))
+    code = run(sys.argv[1:])
+    if code == 130:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # of a second Ctrl-C, while Python ends
+    sys.exit(code)
 
 
 def run(arguments: list[str]) -> int:
@@ -81,14 +85,14 @@ def run(arguments: list[str]) -> int:
         result = app(arguments or ["--help"], standalone_mode=False)
         sys.stdout.flush()
         if result == 130:  # typer makes this of a KeyboardInterrupt
-            return _fail(INTERRUPTED, 130)
+            return _interrupted()
         return result if isinstance(result, int) else 0
     except TraceError as error:
         return _fail(str(error), error.exit_code)
     except _CLICK_ERROR as error:
         return _fail(error.format_message().replace(": Value error, ", ": "), 2)
     except (KeyboardInterrupt, typer.Abort):
-        return _fail(INTERRUPTED, 130)
+        return _interrupted()
     except BrokenPipeError:
         return _nobody_reads()
     except SystemExit as stop:
@@ -101,6 +105,18 @@ def run(arguments: list[str]) -> int:
         return _fail("out of memory", 4)
     except Exception as error:
         return _fail(f"internal error: {type(error).__name__}: {error} (please report it; --debug shows where)", 4)
+
+
+def _interrupted() -> int:
+    """Say so, whole, however often Ctrl-C is pressed meanwhile."""
+    if threading.current_thread() is not threading.main_thread():
+        return _fail(INTERRUPTED, 130)
+    before = {number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        return _fail(INTERRUPTED, 130)
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def _nobody_reads() -> int:

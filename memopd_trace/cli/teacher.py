@@ -51,6 +51,12 @@ class EngineName(StrEnum):
     ray = "ray"
 
 
+HEADLINE = (  # comes first in text
+    "scores", "logical_tokens", "executed_tokens", "sharing", "estimated_flops", "sampled_bytes",
+    "hidden_bytes_bfloat16", "hidden_bytes_float32",
+)  # fmt: skip
+_LAYOUT = "tree: shared prefixes once. packed: several invocations in a forward, nothing shared. single: one by one."
+_MAX_TOKENS = "Packed tokens in a forward; a longer pack runs in passes of as many, as far as --kept-bytes reaches."
 _ENGINE = "local: this process. ray: --workers actors of a Ray cluster. torchrun: torchrun … -m memopd_scorer sets it."
 _ATTENTION = (
     "auto: by device and dtype. sdpa: anywhere. flex: FlexAttention. flash: CUDA, half precision, no recorded "
@@ -60,22 +66,22 @@ _ATTENTION = (
 
 def plan(
     trace: Path = typer.Argument(..., readable=False, help="A trace file or folder."),
-    max_tokens: int = typer.Option(8192, min=1, help="Packed tokens in one forward."),
-    layout: LayoutName = typer.Option(LayoutName.tree),
+    max_tokens: int = typer.Option(8192, min=1, help=_MAX_TOKENS),
+    layout: LayoutName = typer.Option(LayoutName.tree, help=_LAYOUT),
     teacher: Path | None = typer.Option(None, help="Model folder; its config.json gives FLOPs and bytes."),
     dtype: str = typer.Option("float32", help="What the model will run in: float32, bfloat16, float16 or float64."),
     kept_bytes: int = typer.Option(KEPT_BYTES, min=0, help=_KEPT_HELP),
     format: OutputFormat = typer.Option(OutputFormat.text, "--format"),
 ) -> None:
-    """Say what scoring a trace will cost. Needs no torch.
+    """Say what scoring a trace will cost. Needs no torch. docs/scoring.md explains every word of the result.
 
     Example: memopd-trace plan runs/today.parquet --teacher models/teacher
     """
     from memopd_scorer.cost import ModelCost, bytes_of
     from memopd_scorer.deep import Deep
-    from memopd_scorer.plan import PlanSummary
     from memopd_scorer.plan import plan as plan_packs
     from memopd_scorer.states import STATE_COLUMNS
+    from memopd_scorer.summary import PlanSummary
 
     value_bytes = bytes_of(dtype)
     cost = None if teacher is None else ModelCost.read(teacher)
@@ -103,11 +109,11 @@ def score(
         TierName.exact,
         help="How the signal hidden is stored; what float16 or int8 cost (KL) is measured.",
     ),
-    layout: LayoutName = typer.Option(LayoutName.tree),
+    layout: LayoutName = typer.Option(LayoutName.tree, help=_LAYOUT),
     attention: AttentionName = typer.Option(AttentionName.auto, help=_ATTENTION),
     dtype: str = typer.Option("float32", help="float32, bfloat16, float16 or float64."),
     device: str = typer.Option("cpu", help="A torch device, e.g. cuda:0."),
-    max_tokens: int = typer.Option(8192, min=1, help="Packed tokens in one forward."),
+    max_tokens: int = typer.Option(8192, min=1, help=_MAX_TOKENS),
     kept_bytes: int = typer.Option(KEPT_BYTES, min=0, help=_KEPT_HELP),
     shard_tokens: int = typer.Option(2**18, min=1, help="Packed tokens in a shard: what a kill can lose."),
     view: str = typer.Option(
@@ -119,7 +125,7 @@ def score(
     repair: bool = typer.Option(False, help="Score damaged shards again instead of refusing."),
     engine: EngineName = typer.Option(EngineName.local, help=_ENGINE),
     workers: int | None = typer.Option(None, min=1, help="Actors of --engine ray, each with a teacher; default 1."),
-    gpus_per_worker: float | None = typer.Option(None, min=0, help="Default: 1 on a CUDA --device, else 0."),
+    gpus: float | None = typer.Option(None, min=0, help="Per worker; default: 1 on a CUDA --device, else 0."),
     device_map: str | None = typer.Option(
         None, help="A teacher larger than a device, by layers on several: auto, balanced, sequential…"
     ),
@@ -127,6 +133,9 @@ def score(
     format: OutputFormat = typer.Option(OutputFormat.text, "--format"),
 ) -> None:
     """Score every sampled token of a trace with a teacher; running it again continues a killed run.
+
+    To go on, give the same options; only --repair, --engine, --workers, --gpus, --device-map, --tp-plan and --format
+    may change, and --device where --attention stays the same. docs/scoring.md explains every word of the result.
 
     Example: memopd-trace score runs/today.parquet --teacher models/teacher -o scores/today
     """
@@ -152,7 +161,7 @@ def score(
             repair=repair,
             engine=engine.value,
             workers=workers,
-            gpus_per_worker=gpus_per_worker,
+            gpus_per_worker=gpus,
             device_map=device_map,
             tp_plan=tp_plan,
             on_notice=notice,
@@ -255,9 +264,12 @@ def _print(rows: dict[str, Any], format: OutputFormat) -> None:
         print(json.dumps(rows, indent=1))
         return
     width = max(len(name) for name in rows)
-    for name, value in rows.items():
+    first = [name for name in HEADLINE if name in rows]
+    for name in dict.fromkeys([*first, *rows]):
+        value = rows[name]
         if isinstance(value, float) and value >= 1e6:
             shown = f"{value:.3g}"
         else:
             shown = f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else str(value)
-        print(f"{name.replace('_', ' '):<{width}}  {shown}")
+        unit = " nats" if name.startswith("state_kl") else ""
+        print(f"{name.replace('_', ' '):<{width}}  {shown}{unit}")

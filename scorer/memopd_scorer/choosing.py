@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from memopd_scorer.plan import Pack, plan_states
+from memopd_scorer.precision import dtype_name
 from memopd_scorer.signals import check_finite, iter_chunks
 from memopd_scorer.teacher import LoadedModel
 from memopd_trace.errors import UsageError
@@ -65,7 +66,7 @@ def describe_student(student: LoadedModel) -> StudentInfo:
     """The student as the scores' metadata states it."""
     return StudentInfo(
         name=student.name,
-        dtype=str(student.model.dtype).removeprefix("torch."),
+        dtype=dtype_name(student.model.dtype),
         weights_digest=weights_digest(student.model),
         config_digest=config_digest(student.model),
     )

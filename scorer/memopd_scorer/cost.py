@@ -15,6 +15,7 @@ from typing import Any
 
 from memopd_trace.errors import InputError, UsageError, first_line
 
+SAMPLED_BYTES = 16  # of a target without its state: output index, logprob, logsumexp, entropy
 VALUE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float64": 8}
 
 

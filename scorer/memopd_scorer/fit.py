@@ -1,4 +1,4 @@
-"""Where packs begin, and which worker runs which: the least work that a budget allows, spread evenly.
+"""Where packs begin: the least work that a budget allows.
 
 A pack that begins inside a tree runs the shared prefix of its first branch again. Of all ways to cut a group that is
 too large for one pack, `fit` takes the one that runs least twice, a pack itself counting as `PACK_TOKENS` more.
@@ -6,9 +6,8 @@ too large for one pack, `fit` takes the one that runs least twice, a pack itself
 
 from __future__ import annotations
 
-import heapq
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from itertools import accumulate
 
 from memopd_scorer.prefixes import Branch
@@ -39,18 +38,6 @@ def fit(branches: Sequence[Branch], used: int, limit: int) -> tuple[list[int], i
     begins = _cheapest(tokens, again, limit)
     last = sum(tokens[begins[-1] :]) + again[begins[-1]]
     return [n - len(front) for n in begins if n], last
-
-
-def deal(costs: Iterable[float], workers: int) -> Iterator[int]:
-    """For each piece of work, in order, the worker that runs it: the one with the least so far.
-
-    Every worker can deal for itself and take its own. No two workers differ by more than the largest piece.
-    """
-    heap = [(0.0, worker) for worker in range(workers)]
-    for cost in costs:
-        done, worker = heap[0]
-        heapq.heapreplace(heap, (done + cost, worker))
-        yield worker
 
 
 def _cheapest(tokens: Sequence[int], again: Sequence[int], limit: int) -> list[int]:

@@ -48,6 +48,6 @@ def load_head(file: Place, metadata: ScoresMetadata) -> Head:
 def head_is_whole(file: Place, metadata: ScoresMetadata) -> bool:
     """Whether a file holds the very head of the metadata."""
     try:
-        return load_head(file, metadata).digest() == metadata.teacher.head.digest
+        return file.is_file() and load_head(file, metadata).digest() == metadata.teacher.head.digest
     except Exception:  # whatever is wrong with the file, it is not the head
         return False

@@ -19,12 +19,10 @@ from bisect import bisect_right
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
-from typing import TYPE_CHECKING
 
 import numpy as np
 
-if TYPE_CHECKING:
-    from memopd_scorer.plan import Pack, Span
+from memopd_scorer.plan import Pack, Span
 
 Range = tuple[int, int]
 

@@ -1,4 +1,4 @@
-"""Run a model that is kept in half precision in float32, without a second copy of it."""
+"""Half precision: its dtypes, and running a model that is kept in it in float32, without a second copy of it."""
 
 from __future__ import annotations
 
@@ -12,6 +12,11 @@ import torch
 from torch import Tensor, nn
 
 HALF = (torch.float16, torch.bfloat16)
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """`torch.float32` -> `float32`."""
+    return str(dtype).removeprefix("torch.")
 
 
 @contextmanager

@@ -24,7 +24,7 @@ from transformers import PreTrainedModel
 from memopd_scorer.attention import Backend, iter_states_at_rows, states_at_rows
 from memopd_scorer.placement import runs_on
 from memopd_scorer.plan import Pack, plan_states
-from memopd_scorer.precision import HALF, in_float32
+from memopd_scorer.precision import HALF, dtype_name, in_float32
 from memopd_scorer.signals import Head
 from memopd_scorer.states import State
 from memopd_trace.errors import InputError, TraceError, first_line
@@ -73,6 +73,10 @@ def probe(model: PreTrainedModel, head: Head, *, backend: Backend = "sdpa") -> C
     tolerance = PROBE_TOLERANCE[torch.promote_types(dtype, torch.float32)]
     reach = getattr(model.config.get_text_config(), "max_position_embeddings", None) or _LONG
     reach = reach if reach > 0 else _LONG  # some write -1 for no limit
+    if reach < 2:
+        raise InputError(
+            f"{type(model).__name__} has 1 position, so that nothing can follow a token", code="E-MODEL-UNSUPPORTED"
+        )
     with _small_windows(model):
         try:
             with in_float32(model):
@@ -127,7 +131,7 @@ def _compare_in_half(
     ours, theirs = _losses(_by_state(pack, packed), exact), _losses(_alone(model, states), exact)
     ratio = max(a / max(b, _LEAST_LOSS) for a, b in zip(ours, theirs, strict=True))
     if not ratio <= HALF_RATIO:
-        what = f"packed in {str(packed.dtype).removeprefix('torch.')}, its error is {ratio:.1f} times that of alone"
+        what = f"packed in {dtype_name(packed.dtype)}, its error is {ratio:.1f} times that of alone"
         return Capability("single", what, found.error, found.tolerance)
     return found
 
@@ -189,6 +193,8 @@ def _check_model(model: PreTrainedModel, size: int, reach: int, tolerance: float
     other[same:] = (other[same:] + 1) % size
     once, ahead = _alone(model, [long, _probe_state(other, 1)])
     scale = float(once.abs().max())
+    if scale == 0:
+        raise InputError(f"{type(model).__name__}: all its states are 0", code="E-MODEL-UNSUPPORTED")
     changes = float((once - ahead)[:same].abs().max()) / scale
     if changes <= tolerance:
         return

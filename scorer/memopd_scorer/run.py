@@ -1,68 +1,30 @@
-"""A scoring run as one process sees it: the job, its teacher, the plan, and the scores of a shard.
-
-Every worker of a run opens the same job and plans for itself; plans are deterministic, so shard 17 is the same packs
-everywhere. Planning again costs little beside a forward (tens of millions of tokens a second), and nothing larger than
-a shard's number travels between workers.
-"""
+"""A scoring run as one process sees it: what was ordered, the job opened with its teacher, and what came of it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 
 from memopd_scorer.choosing import check_choice, chosen_ids, describe_student
-from memopd_scorer.deep import KEPT_BYTES, Deep
 from memopd_scorer.halving import Halving
-from memopd_scorer.plan import Layout, Pack, PlanSummary, plan_states
-from memopd_scorer.signals import Signals, bytes_per_target, check_signals, compute_signals, describe_head
-from memopd_scorer.store import SHARD_BYTES, SHARD_TOKENS, check_folder, iter_shards
+from memopd_scorer.job import Job, Planned, Shape
+from memopd_scorer.plan import Pack
+from memopd_scorer.precision import dtype_name
+from memopd_scorer.signals import Signals, bytes_per_target, compute_signals, describe_head
+from memopd_scorer.store import check_folder
+from memopd_scorer.summary import PlanSummary
 from memopd_scorer.teacher import LoadedModel, check_trace
-from memopd_scorer.tiers import check_tier
-from memopd_scorer.views import iter_states, open_views
+from memopd_scorer.views import open_views
 from memopd_trace import __version__
-from memopd_trace.errors import InputError, UsageError
+from memopd_trace.errors import InputError
 from memopd_trace.metadata import HeadInfo, Producer, ScoresMetadata, TeacherInfo
 from memopd_trace.places import Place
 from memopd_trace.record.fingerprint import config_digest, weights_digest
 from memopd_trace.schema import RECORDED
 from memopd_trace.storage import TraceReader, read_manifest
 from memopd_trace.validate import require_valid
-
-
-@dataclass(frozen=True, slots=True)
-class Job:
-    """What is scored and how; plain values, so that it can be sent to workers. `states` is the tier of stored states.
-
-    Raises:
-        UsageError: an unknown signal or tier, or a tier without states.
-    """
-
-    trace: str
-    signals: tuple[str, ...] = ("sampled", "hidden")
-    topk: int = 64
-    states: str = "exact"
-    layout: Layout = "tree"
-    max_tokens: int = 8192
-    kept_bytes: int = KEPT_BYTES
-    view: str = RECORDED
-    views: str | None = None
-    shard_bytes: int = SHARD_BYTES
-    shard_tokens: int = SHARD_TOKENS
-
-    def __post_init__(self) -> None:
-        check_signals(self.signals)
-        check_tier(self.states)
-        if self.states != "exact" and "hidden" not in self.signals:
-            raise UsageError(
-                f"states in the tier {self.states}, without the signal hidden", hint="add it to the signals"
-            )
-
-
-def nobody() -> None:
-    """No student: the teacher chooses its own ids."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,76 +43,21 @@ class Order:
     repair: bool
     on_pack: Callable[[int, int], None]
     on_notice: Callable[[str], None]
-    load_student: Callable[[], LoadedModel | None] = nobody
+    load_student: Callable[[], LoadedModel] | None = None
 
     def __post_init__(self) -> None:
-        if self.load_student is not nobody:
+        if self.load_student is not None:
             check_choice(self.job.signals)
 
+    def tell_rest(self, left: int, shards: int) -> None:
+        """Tell that a run goes on: of its `shards` only some are `left`."""
+        if left < shards:
+            self.on_notice(f"going on: {shards - left} of {shards} shards are there")
 
-class Shape(NamedTuple):
-    """What a plan needs to know of a teacher: the layout it is exact in, its real ids, the stored bytes of a target,
-    and what deep packs may take."""
-
-    layout: Layout
-    vocabulary: int
-    bytes_per_target: int
-    deep: Deep | None
-    asks_student: bool = False
-
-
-class ShardSize(NamedTuple):
-    """What a shard takes to score."""
-
-    packs: int
-    tokens: int
-
-
-class Planned:
-    """A job planned for a teacher's shape: the `plan` and the size of its `shards`, whose packs every walk makes anew.
-
-    Raises:
-        InputError: views that are not of this trace.
-        UsageError: an unknown layout or view.
-    """
-
-    def __init__(self, job: Job, shape: Shape) -> None:
-        self.job, self.shape = job, shape
-        self._reader, self._views = TraceReader(job.trace), open_views(job.view, job.views)
-        self.plan = PlanSummary(shape.layout, job.max_tokens)
-        self.shards: list[ShardSize] = []
-        for packs in self.iter_shards():
-            for pack in packs:
-                self.plan.add(pack)
-            self.shards.append(ShardSize(len(packs), sum(len(pack) for pack in packs)))
-        self._walk, self._walked = self.iter_shards(), 0
-
-    def iter_shards(self) -> Iterator[list[Pack]]:
-        """The packs of shard 0, 1, …"""
-        job, shape = self.job, self.shape
-        states = iter_states(
-            self._reader, job.view, self._views, vocabulary=shape.vocabulary, with_recorded=shape.asks_student
-        )
-        return iter_shards(
-            plan_states(states, layout=shape.layout, max_tokens=job.max_tokens, deep=shape.deep),
-            bytes_per_target=shape.bytes_per_target,
-            shard_bytes=job.shard_bytes,
-            shard_tokens=job.shard_tokens,
-        )
-
-    def shard(self, number: int) -> list[Pack]:
-        """The packs of one shard. In rising order all are one walk; an earlier one than the last begins another.
-
-        Raises:
-            IndexError: the plan has fewer shards.
-        """
-        if number < self._walked:
-            self._walk, self._walked = self.iter_shards(), 0
-        for packs in self._walk:
-            self._walked += 1
-            if self._walked > number:
-                return packs
-        raise IndexError(f"shard {number} of {len(self.shards)}")
+    def open(self, on_notice: Callable[[str], None], *, halves: bool = True) -> Run:
+        """The run of this process, its models loaded; for the options and what is raised, see `Run`."""
+        student = None if self.load_student is None else self.load_student()
+        return Run(self.job, self.load_teacher(), on_notice, student=student, halves=halves)
 
 
 @dataclass(frozen=True, slots=True)
@@ -300,7 +207,7 @@ def _shape(job: Job, teacher: LoadedModel, asks_student: bool) -> Shape:
 
 def _metadata(job: Job, teacher: LoadedModel, student: LoadedModel | None, plan: PlanSummary) -> ScoresMetadata:
     source = "teacher" if student is None else "student"
-    dtype = str(teacher.head.weight_VD.dtype).removeprefix("torch.")
+    dtype = dtype_name(teacher.head.weight_VD.dtype)
     return ScoresMetadata(
         producer=Producer(name="memopd-trace", version=__version__),
         teacher_id=teacher.name,

@@ -13,6 +13,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 import torch
 from torch import Tensor
 
@@ -22,11 +23,11 @@ from memopd_trace.conform import iter_list_values
 from memopd_trace.errors import InputError, UsageError, printable
 from memopd_trace.metadata import ScoresMetadata
 from memopd_trace.places import PathLike, Place, place
-from memopd_trace.scorefolder import HEAD, open_shard, read_run, shard_fault
-from memopd_trace.storage import read_manifest
+from memopd_trace.scorefolder import HEAD, STATE_VALUES, conform_scores, open_scores, open_shard, shard_fault
 from memopd_trace.tiers import TIERS, least_kl, rebuild
 
 SELF_CHECK_ROWS = 8
+KEY = ("episode_id", "invocation_index")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -58,21 +59,21 @@ class ScoresReader:
     Opening recomputes `logsumexp` and `logprob` of a few rows from (state, head) when states are stored.
 
     Raises:
-        InputError: `E-NO-INPUT`, `E-INCOMPLETE`, `E-SCORES-DAMAGED`, `E-SCORES-CHECK`, or a fault of the metadata.
+        InputError: as `memopd_trace.scorefolder.open_scores`, or `E-SCORES-META`, `E-SCORES-DAMAGED`,
+            `E-SCORES-DUPLICATE`, `E-SCORES-CHECK`.
     """
 
     def __init__(self, folder: PathLike | Place) -> None:
-        self.folder = place(folder)
-        if not self.folder.is_dir():
-            raise InputError(f"{folder}: no such folder", code="E-NO-INPUT")
-        self.metadata = read_run(self.folder)
+        found = open_scores(place(folder))
+        self.folder, self.metadata, self.files = found.path, found.metadata, found.files
         if self.metadata.hidden_tier not in TIERS:
             raise InputError(
                 f"{self.folder}: states in the tier '{printable(self.metadata.hidden_tier)}', this reader knows "
                 + ", ".join(TIERS),
                 code="E-SCORES-META",
             )
-        self.files = [self.folder / part["name"] for part in read_manifest(self.folder)["files"]]
+        if self.metadata.hidden_dtype not in (STATE_VALUES if "hidden" in self.metadata.signals else (None,)):
+            raise InputError(f"{self.folder}: 'hidden_dtype' does not fit 'signals'", code="E-SCORES-META")
         self._where: dict[tuple[str, int], tuple[int, int]] = {}
         self._groups: list[np.ndarray] = []  # of each file, the first row of every row group
         for number, file in enumerate(self.files):
@@ -84,10 +85,19 @@ class ScoresReader:
                     hint="run the same `memopd-trace score` with --repair",
                 )
             with open_shard(file) as shard:
-                keys = shard.read(columns=["episode_id", "invocation_index"]).to_pydict()
+                table = shard.read(columns=list(KEY))
                 rows = [shard.metadata.row_group(n).num_rows for n in range(shard.num_row_groups)]
             self._groups.append(np.cumsum([0, *rows]))
-            for row, key in enumerate(zip(keys["episode_id"], keys["invocation_index"], strict=True)):
+            keys = [table.column(name).to_pylist() for name in KEY if table.schema.names.count(name) == 1]
+            if len(keys) < len(KEY):
+                raise _damaged(file, "no key in its rows")
+            for row, key in enumerate(zip(*keys, strict=True)):
+                if key in self._where:
+                    raise InputError(
+                        f"{file}: episode '{key[0]}', invocation {key[1]}: is scored twice",
+                        code="E-SCORES-DUPLICATE",
+                        hint="which of the two is right cannot be told; score the trace again into a new folder",
+                    )
                 self._where[key] = (number, row)
         self._head: Head | None = None
         self._loaded: tuple[tuple[int, int], _RowGroup] | None = None
@@ -139,13 +149,20 @@ class ScoresReader:
             yield self._rebuild(row, slice(start, start + chunk), target_ids)
 
     def verify(self, row: ScoreRow, target_ids: np.ndarray | None = None) -> None:
-        """Rebuild the first scored token of a row, as `logprobs` does.
+        """Rebuild the first scored token of a row, as `logprobs` does. With `target_ids`, the logit of the sampled id
+        of every other token is held against the stored values as well: that takes no vocabulary.
 
         Raises:
             InputError: `E-SCORES-CHECK` with the difference in nats.
         """
-        if row.hidden is not None and len(row.hidden):
-            self._rebuild(row, slice(0, 1), target_ids)
+        if row.hidden is None or not len(row.hidden):
+            return
+        self._rebuild(row, slice(0, 1), target_ids)
+        if target_ids is not None:
+            ids_M = torch.from_numpy(target_ids.astype(np.int64))
+            logit_M = _float64(self.head().logit_of(row.hidden, ids_M)) / self.metadata.temperature
+            stored = row.logsumexp if row.hidden_logsumexp is None else row.hidden_logsumexp
+            self._check_sampled(row, slice(None), logit_M - stored)
 
     def _rebuild(self, row: ScoreRow, part: slice, target_ids: np.ndarray | None) -> Tensor:
         """The log-probabilities [m, V] of targets [m] of a row, checked."""
@@ -160,13 +177,18 @@ class ScoresReader:
         self._refuse_beyond(row, part, name, np.abs(_float64(logsumexp_M1[:, 0]) - stored[part]), tolerance)
         if target_ids is not None:
             ids_M1 = torch.from_numpy(target_ids[part].astype(np.int64)).to(logprobs_MV.device)[:, None]
-            rebuilt_M, scored_M = _float64(logprobs_MV.gather(1, ids_M1)[:, 0]), row.logprob[part]
-            if row.hidden_kl is None:
-                self._refuse_beyond(row, part, "logprob", np.abs(rebuilt_M - scored_M), tolerance)
-            else:
-                least = least_kl(scored_M, rebuilt_M, self.metadata.tolerance)
-                self._refuse_beyond(row, part, "the divergence of logprob", least, row.hidden_kl[part])
+            self._check_sampled(row, part, _float64(logprobs_MV.gather(1, ids_M1)[:, 0]))
         return logprobs_MV
+
+    def _check_sampled(self, row: ScoreRow, part: slice, rebuilt_M: np.ndarray) -> None:
+        """Hold the log-probabilities of sampled ids, rebuilt, against those that were scored."""
+        scored_M, tolerance = row.logprob[part], self.metadata.tolerance
+        if row.hidden_kl is None:
+            limit = np.full(len(scored_M), tolerance)
+            self._refuse_beyond(row, part, "logprob", np.abs(rebuilt_M - scored_M), limit)
+        else:
+            least = least_kl(scored_M, rebuilt_M, tolerance)
+            self._refuse_beyond(row, part, "the divergence of logprob", least, row.hidden_kl[part])
 
     def _refuse_beyond(self, row: ScoreRow, part: slice, name: str, off: np.ndarray, limit: np.ndarray) -> None:
         bad = np.flatnonzero(~(off <= limit))
@@ -195,6 +217,10 @@ def _float64(values: Tensor) -> np.ndarray:
     return np.asarray(values.detach().double().cpu().numpy())
 
 
+def _damaged(file: Place, fault: str) -> InputError:
+    return InputError(f"{file}: {fault}", code="E-SCORES-DAMAGED", hint="score again")
+
+
 class _RowGroup:
     """The columns of one row group of a shard; rows are views of them, but for the states, which are rebuilt a row at a
     time."""
@@ -203,22 +229,35 @@ class _RowGroup:
         self.metadata = metadata
         with open_shard(file) as shard:
             table = shard.read_row_group(group).combine_chunks()
-        columns = {name: table.column(name).combine_chunks() for name in table.column_names}
-        missing = [n for n in metadata.signal_columns if n not in columns]
-        if missing:
-            raise InputError(f"{file}: no column '{missing[0]}'", code="E-SCORES-DAMAGED", hint="score again")
-        self._keys = [columns[n].to_pylist() for n in ("episode_id", "invocation_index", "state_digest")]
+        columns = self._columns(table, file)
+        self._keys = [columns[n].to_pylist() for n in (*KEY, "state_digest")]
         self._offsets, output_index = iter_list_values(columns["output_index"])
         self._flat: dict[str, np.ndarray] = {"output_index": output_index.to_numpy()}
+        row_M = np.repeat(np.arange(len(self._offsets) - 1), np.diff(self._offsets))
+        rises = (np.diff(self._flat["output_index"]) > 0) | (np.diff(row_M) > 0)  # or another row begins
+        if not rises.all():
+            raise _damaged(file, "the scored outputs of a row do not rise")
         for name in metadata.signal_columns:
-            values, width = iter_list_values(columns[name])[1], metadata.width_of(name)
+            offsets, values = iter_list_values(columns[name])
+            if not np.array_equal(offsets, self._offsets):
+                raise _damaged(file, f"a list of '{name}' is not as long as its targets")
+            width = metadata.width_of(name)
             if width is None:
                 self._flat[name] = values.to_numpy()
                 continue
-            flat = values.flatten() if name == "hidden" else iter_list_values(values)[1]
-            if len(flat) != width * len(values):
-                raise InputError(f"{file}: lists of '{name}' are not {width} wide", code="E-SCORES-DAMAGED")
+            inner, flat = iter_list_values(values)
+            if not np.array_equal(inner, width * np.arange(len(values) + 1)):
+                raise _damaged(file, f"lists of '{name}' are not {width} wide")
             self._flat[name] = flat.to_numpy(zero_copy_only=False).reshape(len(values), width)
+
+    def _columns(self, table: pa.Table, file: Place) -> dict[str, pa.Array]:
+        """The columns of the run, in their types and without a null."""
+        (raw,) = table.to_batches() or [pa.RecordBatch.from_pylist([], table.schema)]
+        batch, misfits = conform_scores(raw, self.metadata)
+        if misfits:
+            m = misfits[0]
+            raise _damaged(file, f"column '{m.column}': expected {m.expected}, got {m.actual}")
+        return dict(zip(batch.schema.names, batch.columns, strict=True))
 
     def __len__(self) -> int:
         return len(self._keys[0])

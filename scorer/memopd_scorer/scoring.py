@@ -12,9 +12,9 @@ from typing import Any, Literal, get_args
 
 from memopd_scorer.deep import KEPT_BYTES
 from memopd_scorer.engines import local, torchrun
+from memopd_scorer.job import SHARD_BYTES, SHARD_TOKENS, Job
 from memopd_scorer.plan import Layout
-from memopd_scorer.run import Job, Order, ScoreResult, nobody
-from memopd_scorer.store import SHARD_BYTES, SHARD_TOKENS
+from memopd_scorer.run import Order, ScoreResult
 from memopd_scorer.teacher import LoadedModel, load
 from memopd_trace.errors import MissingExtraError, UsageError
 from memopd_trace.places import PathLike, place
@@ -101,7 +101,7 @@ def score(
         job=job,
         folder=place(out),
         load_teacher=partial(load_with, teacher),
-        load_student=nobody if student is None else partial(load_with, student),
+        load_student=None if student is None else partial(load_with, student),
         repair=repair,
         on_pack=on_pack,
         on_notice=on_notice,

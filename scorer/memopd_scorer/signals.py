@@ -25,6 +25,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from memopd_scorer.cost import SAMPLED_BYTES
 from memopd_scorer.finish import finish_of
 from memopd_scorer.placement import whole_head
 from memopd_scorer.plan import Pack
@@ -53,6 +54,13 @@ class Head:
             hidden_RD, self.weight_VD[: self.size], None if self.bias_V is None else self.bias_V[: self.size]
         )
 
+    def logit_of(self, hidden_RD: Tensor, ids_R: Tensor) -> Tensor:
+        """[R]: each row's logit of one id (below `size`), float32 (float64 stays), without those of the others."""
+        wide = torch.promote_types(hidden_RD.dtype, torch.float32)
+        ids_R = ids_R.to(self.weight_VD.device)
+        logit_R = (hidden_RD.to(self.weight_VD.device, wide) * self.weight_VD[ids_R].to(wide)).sum(-1)
+        return self._shape(logit_R, None if self.bias_V is None else self.bias_V[ids_R].to(wide))
+
     def upcast(self) -> Head:
         """The same head in float32 (float64 stays), for many chunks: casting half-precision weights for each would cost
         about as much as the product with it."""
@@ -80,8 +88,12 @@ class Head:
     def _finish(self, hidden_RD: Tensor, weight_VD: Tensor, bias_V: Tensor | None) -> Tensor:
         wide = torch.promote_types(hidden_RD.dtype, torch.float32)
         logits = hidden_RD.to(weight_VD.device, wide) @ weight_VD.to(wide).T  # its layers may be on several devices
-        if bias_V is not None:
-            logits = logits + bias_V.to(wide)
+        return self._shape(logits, None if bias_V is None else bias_V.to(wide))
+
+    def _shape(self, logits: Tensor, bias: Tensor | None) -> Tensor:
+        """Bias, scale and softcap on products with the weights."""
+        if bias is not None:
+            logits = logits + bias
         if self.logit_scale != 1.0:
             logits = logits * self.logit_scale
         if self.softcap is not None:
@@ -316,7 +328,7 @@ def bytes_per_target(
     names: tuple[str, ...], *, width: int, hidden_bytes: int, topk: int, size: int, tier: str = "exact"
 ) -> int:
     """Uncompressed bytes that one target takes in the scores table; `hidden_bytes` is an item's in the tier `exact`."""
-    total = 16  # output_index, logprob, logsumexp, entropy
+    total = SAMPLED_BYTES
     total += 8 * min(topk, size) + 4 if "topk" in names else 0
     total += state_bytes(tier, width, hidden_bytes) if "hidden" in names else 0
     return total + (4 * size if "full" in names else 0)

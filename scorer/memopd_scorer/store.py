@@ -13,13 +13,14 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from memopd_scorer.headfile import head_is_whole, write_head
+from memopd_scorer.job import Planned
 from memopd_scorer.plan import Pack
 from memopd_scorer.shardrows import shard_rows
 from memopd_scorer.signals import Head, Signals
@@ -40,8 +41,6 @@ from memopd_trace.scorefolder import (
 )
 from memopd_trace.storage import MANIFEST, read_manifest
 
-SHARD_BYTES = 32 * 2**20
-SHARD_TOKENS = 2**18
 GROUP_BYTES = 4 * 2**20  # of a row group: what a reader holds at a time
 OTHER_RUN = "E-SCORES-OTHER-RUN"
 
@@ -54,6 +53,9 @@ def check_folder(folder: Place) -> None:
     """
     if folder.exists() and not folder.is_dir():
         raise UsageError(f"{folder}: is a file", hint="scores are a folder")
+    for name in (RUN, HEAD, MANIFEST):  # to read or write a FIFO would wait for ever
+        if (folder / name).exists() and not (folder / name).is_file():
+            raise UsageError(f"{folder / name}: is no file", hint="remove it, or score into another folder")
     if not folder.is_dir() or (folder / RUN).is_file():
         return
     names = {f.name for f in folder.iterdir() if f.name != ".lock" and not f.name.endswith(".tmp")}
@@ -66,8 +68,8 @@ def check_folder(folder: Place) -> None:
 def lead(folder: Place, metadata: ScoresMetadata, head: Head, *, repair: bool = False) -> ScoresWriter:
     """Begin or continue a run in a folder, which the caller holds (`memopd_trace.places.exclusive`).
 
-    Verifies every shard that is there, a chunk in memory at a time (remote ones are fetched for it), and writes the run
-    and the head where they are missing.
+    Verifies every shard that is there, a few MiB in memory at a time (remote ones are fetched for it), and writes the
+    run and the head where they are missing.
 
     Raises:
         InputError: `E-SCORES-OTHER-RUN` when the folder holds another run. Without `repair`, which removes or writes
@@ -120,9 +122,13 @@ class ScoresWriter:
         if not self._manifest_holds():
             (self.folder / MANIFEST).unlink(missing_ok=True)
 
-    def holds(self, number: int) -> bool:
-        """Whether a file of shard `number` is there; `has` looks into it."""
-        return bool(self._there.get(number))
+    def left(self, planned: Planned) -> list[int]:
+        """The shards of a plan that are not finished. Packs are made anew only for those that are there.
+
+        Raises:
+            InputError: as `has`.
+        """
+        return [n for n in range(len(planned.shards)) if not (self._there.get(n) and self.has(n, planned.shard(n)))]
 
     def has(self, number: int, packs: list[Pack]) -> bool:
         """Whether shard `number` is finished; its rows must be those of `packs`.
@@ -134,7 +140,7 @@ class ScoresWriter:
         for file in list(self._there.get(number, ())):
             if _keys(file) != planned:
                 self._damaged(file, "its rows are not those of the plan")
-        return self.holds(number)
+        return bool(self._there.get(number))
 
     def write_shard(self, number: int, packs: Iterable[tuple[Pack, Signals]]) -> None:
         """Write one shard: a row for every state of its packs, in plan order.
@@ -168,8 +174,8 @@ class ScoresWriter:
         self._there[number] = sorted({*self._there.get(number, ()), file}, key=str)
         self._sound.add(file)
 
-    def finish(self, shards: int, rows: int) -> None:
-        """Write the manifest over all `shards`, whoever wrote them, which hold `rows` in all. Only the lead does.
+    def finish(self, planned: Planned) -> None:
+        """Write the manifest over all shards of a plan, whoever wrote them. Only the lead does.
 
         Where a shard is there twice, both are right, and the first in the order of names is taken; others are removed.
 
@@ -177,6 +183,7 @@ class ScoresWriter:
             InputError: `E-SCORES-OTHER-RUN`; `E-INCOMPLETE` when a shard is missing; `E-SCORES-DAMAGED` when one does
                 not belong there, unless it is to be repaired, or when the rows are not as many.
         """
+        shards = len(planned.shards)
         fault = _run_fault(self.folder, self.metadata)
         if fault is not None:
             raise fault
@@ -193,7 +200,7 @@ class ScoresWriter:
                 code="E-INCOMPLETE",
                 hint="did a worker end early? run the same command again",
             )
-        self._write_manifest(files, rows)
+        self._write_manifest(files, planned.plan.invocations)
         for file in {file for files in self._there.values() for file in files}.difference(files):
             file.unlink(missing_ok=True)  # another that finishes the same run removes the same
 
@@ -246,23 +253,6 @@ class ScoresWriter:
         file.unlink(missing_ok=True)
         self._there = {n: [f for f in files if f != file] for n, files in self._there.items()}
         self._sound.discard(file)
-
-
-def iter_shards(
-    packs: Iterable[Pack], *, bytes_per_target: int, shard_bytes: int, shard_tokens: int = SHARD_TOKENS
-) -> Iterator[list[Pack]]:
-    """Runs of consecutive packs that reach `shard_bytes` of scores or `shard_tokens` packed tokens."""
-    run: list[Pack] = []
-    size = tokens = 0
-    for pack in packs:
-        run.append(pack)
-        size += len(pack.target_ids_M) * bytes_per_target
-        tokens += len(pack)
-        if size >= shard_bytes or tokens >= shard_tokens:
-            yield run
-            run, size, tokens = [], 0, 0
-    if run:
-        yield run
 
 
 def _shards(folder: Place) -> dict[int, list[Place]]:

@@ -6,6 +6,7 @@ Shape legend: R prediction rows, D model width.
 from __future__ import annotations
 
 import io
+import logging
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stderr
@@ -14,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub.utils import logging as hub_logging
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig, PreTrainedModel
 from transformers.utils import logging as transformers_logging
@@ -252,23 +254,31 @@ def _location(path: str | os.PathLike[str]) -> tuple[str, dict[str, str]]:
     text = os.fspath(path)
     if text.endswith(".gguf"):
         return str(Path(text).parent), {"gguf_file": Path(text).name}
-    looks_local = text.startswith((".", "/", "~")) or text.count("/") != 1 or Path(text).parent.is_dir()
-    if not Path(text).exists() and looks_local:
+    if not Path(text).exists() and not _is_hub_name(text):
         raise FileNotFoundError(f"no such folder: {text}")
     return text, {}
 
 
+def _is_hub_name(text: str) -> bool:
+    """Whether it is nothing here, and nothing that only a path looks like."""
+    looks_local = text.startswith((".", "/", "~")) or text.count("/") != 1 or Path(text).parent.is_dir()
+    return not Path(text).exists() and not looks_local
+
+
 @contextmanager
 def quiet_transformers() -> Iterator[None]:
-    """Keep Transformers' notices and progress bars off the terminal; what goes wrong is raised all the same."""
-    verbosity = transformers_logging.get_verbosity()
+    """Keep Transformers' and the hub's notices and progress bars off the terminal; what goes wrong is raised all the
+    same."""
+    verbosity, hub_verbosity = transformers_logging.get_verbosity(), hub_logging.get_verbosity()
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
+    hub_logging.set_verbosity(logging.CRITICAL)  # it warns of every attempt to reach the hub
     try:
         with redirect_stderr(io.StringIO()):  # some of its bars know no switch
             yield
     finally:
         transformers_logging.set_verbosity(verbosity)
+        hub_logging.set_verbosity(hub_verbosity)
         transformers_logging.enable_progress_bar()
 
 
@@ -279,8 +289,9 @@ def _load_errors(path: str | os.PathLike[str]) -> Iterator[None]:
         with quiet_transformers():
             yield
     except Exception as error:  # parsers of files that nobody vouches for: whatever they raise, the model is at fault
+        where = "no such folder is here, and from the hub: " if _is_hub_name(os.fspath(path)) else ""
         raise InputError(
-            f"model '{os.fspath(path)}' cannot be loaded: {first_line(error)}",
+            f"model '{os.fspath(path)}' cannot be loaded: {where}{first_line(error)}",
             code="E-MODEL-LOAD",
             hint="give a Transformers folder with safetensors and tokenizer files",
         ) from None

@@ -6,7 +6,8 @@ A view is `recorded`, one of a views file, or `persistent-history`, which needs 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+import difflib
+from collections.abc import Iterable, Iterator
 
 from memopd_scorer.plan import iter_groups
 from memopd_scorer.states import STATE_COLUMNS, State, state_of
@@ -30,17 +31,26 @@ def open_views(view: str, views: PathLike | None) -> ViewsReader | None:
     """
     if views is None:
         if view not in (RECORDED, PERSISTENT_HISTORY):
-            raise UsageError(f"view '{view}': of which file?", hint=f"only {PERSISTENT_HISTORY} needs no views file")
+            raise UsageError(
+                f"view '{view}': of which file?",
+                hint=_near(view, (RECORDED, PERSISTENT_HISTORY), f"only {PERSISTENT_HISTORY} needs no views file"),
+            )
         return None
     reader = ViewsReader(views)
-    if view == RECORDED or view not in reader.metadata.views:
-        raise UsageError(f"{views}: no view '{view}'", hint=f"it names {', '.join(reader.metadata.views) or 'none'}")
+    names = reader.metadata.views
+    if view == RECORDED or view not in names:
+        raise UsageError(f"{views}: no view '{view}'", hint=_near(view, names, f"it names {', '.join(names) or 'none'}"))
     if "media" in reader.metadata.required_features:
         raise InputError(
             f"{views}: the views hold media, which are not fed to models yet: only text states can be run exactly",
             code="E-MODEL-UNSUPPORTED",
         )
     return reader
+
+
+def _near(name: str, known: Iterable[str], otherwise: str) -> str:
+    near = difflib.get_close_matches(name.lower().replace("_", "-"), known, n=1)
+    return f"did you mean '{near[0]}'? " * bool(near) + otherwise
 
 
 def iter_states(

@@ -152,6 +152,7 @@ def test_the_script_of_all_contenders_prints_and_keeps_its_table(tiny: Path, tmp
     assert page.read_text().startswith("before") and page.read_text().endswith("after\n")
 
 
+@pytest.mark.slow
 def test_the_script_for_a_gpu_runs_on_a_cpu(tmp_path: Path) -> None:
     kept = tmp_path / "gpu.json"
     done = run_script("gpu.py", "--device", "cpu", "--tiny", "--only", "group", "--repeats", "1", "--json", kept)

@@ -11,8 +11,9 @@ from helpers_scorer import SIZE, metadata_for, save_model, tiny_model
 
 from memopd_scorer.cost import ModelCost, bytes_of
 from memopd_scorer.deep import KEPT_BYTES, Deep
-from memopd_scorer.plan import Pack, PlanSummary, plan
+from memopd_scorer.plan import Pack, plan
 from memopd_scorer.scoring import score
+from memopd_scorer.summary import PlanSummary
 from memopd_scorer.teacher import cost_of, load
 from memopd_trace.cli import run, teacher
 from memopd_trace.errors import UsageError

@@ -11,10 +11,13 @@ from pathlib import Path
 import pyarrow.parquet as pq
 import pytest
 from helpers_engines import Toy, content
+from hypothesis import given
+from hypothesis import strategies as st
 
-from memopd_scorer.engines.local import unfinished
+from memopd_scorer.engines.torchrun import deal
+from memopd_scorer.job import Job, Planned
 from memopd_scorer.plan import Pack
-from memopd_scorer.run import Job, Planned, Run, Tally
+from memopd_scorer.run import Run, Tally
 from memopd_scorer.scores import ScoresReader
 from memopd_scorer.scoring import score
 from memopd_scorer.store import follow
@@ -76,10 +79,19 @@ def test_what_a_plan_says_of_its_shards_is_what_they_hold(planned: Planned) -> N
 def test_what_is_left_of_a_run_is_what_is_not_there(toy: Toy, planned: Planned, tmp_path: Path) -> None:
     score(toy.trace, toy.teacher, tmp_path / "s", max_tokens=60, shard_tokens=60)
     metadata = read_run(tmp_path / "s")
-    assert unfinished(planned, follow(tmp_path / "s", metadata)) == []
+    assert follow(tmp_path / "s", metadata).left(planned) == []
     for number in (1, 4):
         next((tmp_path / "s").glob(f"shard-{number:06d}-*")).unlink()
-    assert unfinished(planned, follow(tmp_path / "s", metadata)) == [1, 4]
+    assert follow(tmp_path / "s", metadata).left(planned) == [1, 4]
+
+
+@given(st.lists(st.integers(0, 50), max_size=60), st.integers(1, 7))
+def test_dealing_is_even_to_one_piece(costs: list[int], workers: int) -> None:
+    dealt = list(deal(costs, workers))
+    assert dealt == list(deal(iter(costs), workers))
+    assert len(dealt) == len(costs)
+    loads = [sum(c for c, w in zip(costs, dealt, strict=True) if w == worker) for worker in range(workers)]
+    assert max(loads) - min(loads) <= max(costs, default=0)
 
 
 def test_a_shard_that_two_workers_both_wrote_is_there_once_in_the_end(toy: Toy, tmp_path: Path) -> None:

@@ -12,10 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow.parquet as pq
 import pytest
 import torch
-from helpers_scorer import growing_episode, memory_episode, save_model, tiny_model, write_trace
+from helpers_resume import episodes, make_toy, rows_of
 
 from memopd_scorer.halving import Halving, is_out_of_memory
 from memopd_scorer.plan import Pack, plan
@@ -23,7 +22,6 @@ from memopd_scorer.scoring import ScoreResult, score
 from memopd_scorer.teacher import LoadedModel, load
 from memopd_trace.cli import run
 from memopd_trace.errors import InputError
-from memopd_trace.invocation import Episode
 from memopd_trace.storage import read
 
 
@@ -35,18 +33,10 @@ def cpu_error() -> Exception:
     return RuntimeError("[enforce fail at alloc_cpu.cpp:118] DefaultCPUAllocator: can't allocate memory: you tried …")
 
 
-def episodes() -> list[Episode]:
-    rng = np.random.default_rng(1)
-    return [*(memory_episode(rng, f"m{i}", group=f"g{i // 2}") for i in range(4)), growing_episode(rng, "grow")]
-
-
 @pytest.fixture(scope="module")
 def toy(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     """(teacher folder, trace)."""
-    folder = tmp_path_factory.mktemp("toy")
-    model = tiny_model("llama", seed=3)
-    teacher = save_model(model, folder / "teacher")
-    return teacher, write_trace(folder / "trace.parquet", teacher, model, episodes())
+    return make_toy(tmp_path_factory.mktemp("toy"))
 
 
 @dataclass
@@ -74,12 +64,6 @@ def small(teacher: Path, device: Device, **options: str) -> LoadedModel:
     loaded = load(teacher, **options)
     device.shrink(loaded.model)
     return loaded
-
-
-def rows_of(folder: Path) -> list[dict[str, Any]]:
-    """Every stored row, in order, as plain data."""
-    files = [folder / part["name"] for part in json.loads((folder / "manifest.json").read_text())["files"]]
-    return [row for file in files for row in pq.read_table(file).to_pylist()]
 
 
 def run_of(folder: Path) -> dict[str, Any]:

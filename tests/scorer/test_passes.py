@@ -10,11 +10,11 @@ from itertools import pairwise
 import numpy as np
 import pytest
 import torch
+from helpers_attention import KINDS, model_of, pack_of
 from helpers_plan import call, calls, dense_mask, episode
-from helpers_scorer import SIZE, growing_episode, memory_episode, oracle, sibling, tiny_model
+from helpers_scorer import PACKABLE, SIZE, by_state, oracle, tiny_model, tree_episodes
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_attention_backends import model_of, pack_of
 from transformers import PreTrainedModel
 
 from memopd_scorer.attention import iter_states_at_rows, states_at_rows
@@ -26,7 +26,6 @@ from memopd_scorer.signals import compute_signals, head_of
 from memopd_trace.invocation import Episode, Invocation
 
 BACKENDS = ("sdpa", "eager")
-KINDS = ("llama", "gemma3", "gpt2", "softcap", "sinks")
 ERROR = 1e-10
 
 
@@ -120,22 +119,11 @@ def test_forks_of_forks_evictions_and_gaps_in_passes(kind: str) -> None:
         assert bool(evicted) == visibility, "a border inside of a recorded span"
 
 
-def episodes() -> list[Episode]:
-    rng = np.random.default_rng(0)
-    rollouts = [memory_episode(rng, f"m{i}", group="g") for i in range(3)]
-    return [*rollouts, sibling(rollouts[0], "sibling"), growing_episode(rng, "grow")]
-
-
-def by_state(pack: Pack, hidden_RD: torch.Tensor) -> dict[tuple[str, int], torch.Tensor]:
-    rows = [torch.from_numpy(pack.target_row_M[pack.target_state_M == n]).long() for n in range(len(pack.states))]
-    return {(s.episode_id, s.invocation_index): hidden_RD[r] for s, r in zip(pack.states, rows, strict=True)}
-
-
-@pytest.mark.parametrize("kind", ["llama", "qwen3", "gemma3", "gpt2", "mixtral"])
+@pytest.mark.parametrize("kind", PACKABLE)
 def test_passes_equal_each_invocation_alone(kind: str) -> None:
     model = tiny_model(kind, torch.float64)
-    alone = {key: h for pack, hidden in oracle(model, episodes()) for key, h in by_state(pack, hidden).items()}
-    (pack,) = plan(episodes(), max_tokens=10**6)
+    alone = {key: h for pack, hidden in oracle(model, tree_episodes()) for key, h in by_state(pack, hidden).items()}
+    (pack,) = plan(tree_episodes(), max_tokens=10**6)
     for tokens in (5, 100):
         borders = {p.start for p in passes_of(pack, tokens)} - {span.start for span in pack.spans}
         assert borders, "no pass began inside of a branch"
@@ -148,7 +136,7 @@ def test_passes_equal_each_invocation_alone(kind: str) -> None:
     ("kind", "tokens"), [(k, n) for k in ("llama", "gemma3", "gpt2") for n in (2, 13)] + [("mixtral", 50)]
 )
 def test_a_branch_in_passes_never_moves_with_its_siblings(kind: str, tokens: int) -> None:
-    model, data = tiny_model(kind), episodes()
+    model, data = tiny_model(kind), tree_episodes()
     chosen = data[1].invocations[-1]
     other_prompt = chosen.prompt_ids.copy()
     other_prompt[-3] = (other_prompt[-3] - 3 + 1) % (SIZE - 3) + 3

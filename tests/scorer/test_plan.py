@@ -12,8 +12,9 @@ from helpers_plan import call, calls, dense_mask, episode, span_mask
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from memopd_scorer.plan import Layout, PlanSummary, plan
+from memopd_scorer.plan import Layout, plan
 from memopd_scorer.states import state_of
+from memopd_scorer.summary import PlanSummary
 from memopd_trace.errors import UsageError
 from memopd_trace.invocation import Episode, Invocation, Media
 

@@ -15,10 +15,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from memopd_scorer.cost import ModelCost
-from memopd_scorer.fit import PACK_TOKENS, deal, fit
-from memopd_scorer.plan import PlanSummary, Span, plan, plan_states
+from memopd_scorer.fit import PACK_TOKENS, fit
+from memopd_scorer.plan import Span, plan, plan_states
 from memopd_scorer.prefixes import Branch, arrange
 from memopd_scorer.states import pairs_of_prefix, state_of
+from memopd_scorer.summary import PlanSummary
 from memopd_trace.errors import UsageError
 from memopd_trace.invocation import Episode, Invocation
 from memopd_trace.look.sharing import PrefixTree
@@ -211,15 +212,6 @@ def test_a_pack_comes_before_the_next_groups_are_read() -> None:
     next(packs)
     assert read <= 3 * 4 + 1
     assert sum(len(p) for p in packs) == 98 * 400
-
-
-@given(st.lists(st.integers(0, 50), max_size=60), st.integers(1, 7))
-def test_dealing_is_even_to_one_piece(costs: list[int], workers: int) -> None:
-    dealt = list(deal(costs, workers))
-    assert dealt == list(deal(iter(costs), workers))
-    assert len(dealt) == len(costs)
-    loads = [sum(c for c, w in zip(costs, dealt, strict=True) if w == worker) for worker in range(workers)]
-    assert max(loads) - min(loads) <= max(costs, default=0)
 
 
 def test_the_summary_says_how_even_the_packs_are() -> None:

@@ -91,7 +91,7 @@ def _kind_of(name: str) -> str:
 def test_killed_before_random_calls_it_ends_byte_for_byte_the_same(runs: Runs, tmp_path: Path) -> None:
     rng, calls = random.Random(0), runs.undisturbed("states").calls
     draw = lambda: {"at_call": rng.randrange(calls)}  # noqa: E731
-    seen = kill_again_and_again(runs, "states", tmp_path, draw, kills=8)
+    seen = kill_again_and_again(runs, "states", tmp_path, draw, kills=5)
     assert {"run.json", "shard"} <= seen, "nobody was killed at work"
 
 
@@ -99,7 +99,7 @@ def test_killed_before_random_disk_steps_it_ends_byte_for_byte_the_same(runs: Ru
     rng, steps = random.Random(1), runs.undisturbed("topk under a view").steps
     assert steps > 20
     draw = lambda: {"at_step": rng.randrange(steps)}  # noqa: E731
-    seen = kill_again_and_again(runs, "topk under a view", tmp_path, draw, kills=8)
+    seen = kill_again_and_again(runs, "topk under a view", tmp_path, draw, kills=5)
     assert {"shard", "temporary"} <= seen, "nobody was killed between writing a file and naming it"
 
 

@@ -21,7 +21,7 @@ from memopd_scorer.scores import ScoresReader
 from memopd_scorer.scoring import ScoreResult, score
 from memopd_scorer.teacher import LoadedModel, load
 from memopd_trace.cli import run as run_command
-from memopd_trace.errors import InputError
+from memopd_trace.errors import InputError, UsageError
 from memopd_trace.validate import validate
 
 OPTIONS: dict[str, Any] = {"max_tokens": 60, "shard_tokens": 50}
@@ -106,13 +106,13 @@ def test_a_damaged_shard_is_refused_and_repair_scores_it_alone_again(
     assert files_of(folder) == toy.files
 
 
-@pytest.mark.parametrize("name", ["head.safetensors", "manifest.json", "shard"])
-@pytest.mark.parametrize("damage", DAMAGES)
+@pytest.mark.parametrize(
+    ("name", "damage"),
+    [*((name, damage) for name in ("head.safetensors", "manifest.json") for damage in DAMAGES), ("shard", remove)],
+)
 def test_what_can_be_made_again_is_made_again_without_asking(
-    damage: Damage, name: str, toy: Toy, tmp_path: Path
+    name: str, damage: Damage, toy: Toy, tmp_path: Path
 ) -> None:
-    if name == "shard" and damage is not remove:
-        return  # a damaged shard is refused, see above
     folder = toy.copy(tmp_path / "s")
     damage(shards_of(folder)[1] if name == "shard" else folder / name)
     assert toy.score(folder).shards_scored == (name == "shard")
@@ -331,3 +331,14 @@ def test_a_failure_is_reported_once_and_the_manifest_is_never_early(toy: Toy, tm
         toy.score(folder, on_pack=fail)
     assert toy.score(folder).shards_scored == 1
     assert json.loads((folder / "manifest.json").read_text())["complete"] is True
+
+
+@pytest.mark.parametrize("name", ["run.json", "head.safetensors", "manifest.json"])
+def test_what_is_no_file_is_refused_and_never_waited_for(name: str, toy: Toy, tmp_path: Path) -> None:
+    folder = toy.copy(tmp_path / "s")
+    (folder / name).unlink()
+    os.mkfifo(folder / name)
+    with pytest.raises(UsageError, match=f"{name}: is no file"):
+        toy.score(folder)
+    with pytest.raises(InputError):
+        ScoresReader(folder)

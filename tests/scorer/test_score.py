@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import numpy as np
-import pyarrow.parquet as pq
 import pytest
 import torch
+from helpers_resume import episodes, make_toy, rows_of
 from helpers_scorer import (
     SIZE,
-    growing_episode,
     memory_episode,
     metadata_for,
     oracle,
     save_model,
     tiny_model,
-    write_trace,
 )
 
 from memopd_scorer.scores import ScoresReader
@@ -25,31 +22,15 @@ from memopd_scorer.scoring import score
 from memopd_scorer.signals import head_of
 from memopd_scorer.teacher import load
 from memopd_trace.errors import InputError, UsageError
-from memopd_trace.invocation import Episode
 from memopd_trace.storage import read, write
 
 SIGNALS = ("sampled", "topk", "hidden", "full")
 
 
-def episodes(count: int = 6) -> list[Episode]:
-    rng = np.random.default_rng(1)
-    rollouts = [memory_episode(rng, f"m{i}", group=f"g{i // 2}") for i in range(count)]
-    return [*rollouts, growing_episode(rng, "grow")]
-
-
 @pytest.fixture(scope="module")
 def toy(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     """(teacher folder, trace)."""
-    folder = tmp_path_factory.mktemp("toy")
-    model = tiny_model("llama", seed=3)
-    teacher = save_model(model, folder / "teacher")
-    return teacher, write_trace(folder / "trace.parquet", teacher, model, episodes())
-
-
-def rows_of(folder: Path) -> list[dict[str, object]]:
-    """Every stored row, in order, as plain data."""
-    files = [folder / part["name"] for part in json.loads((folder / "manifest.json").read_text())["files"]]
-    return [row for file in files for row in pq.read_table(file).to_pylist()]
+    return make_toy(tmp_path_factory.mktemp("toy"), 6)
 
 
 def test_every_sampled_token_has_the_oracles_signals(toy: tuple[Path, Path], tmp_path: Path) -> None:
@@ -92,30 +73,6 @@ def test_states_are_stored_in_the_teachers_dtype_without_loss(
         assert row is not None and row.hidden is not None
         assert str(row.hidden.dtype) == f"torch.{dtype}"
         assert torch.equal(row.hidden, hidden_RD[torch.from_numpy(pack.target_row_M).long()])
-
-
-def test_running_it_again_scores_nothing_and_changes_nothing(toy: tuple[Path, Path], tmp_path: Path) -> None:
-    teacher, trace = toy
-    options = {"max_tokens": 100, "shard_bytes": 5_000}
-    score(trace, teacher, tmp_path / "s", **options)  # type: ignore[arg-type]
-    before = {f.name: f.read_bytes() for f in (tmp_path / "s").iterdir()}
-    again = score(trace, teacher, tmp_path / "s", **options)  # type: ignore[arg-type]
-    assert again.shards_scored == 0 and again.shards > 3
-    assert {f.name: f.read_bytes() for f in (tmp_path / "s").iterdir()} == before
-
-
-def test_two_processes_do_not_score_into_one_folder(toy: tuple[Path, Path], tmp_path: Path) -> None:
-    teacher, trace = toy
-    inside: list[str] = []
-
-    def second(done: int, total: int) -> None:
-        if not inside:
-            inside.append("tried")
-            with pytest.raises(UsageError, match="another process"):
-                score(trace, teacher, tmp_path / "s")
-
-    score(trace, teacher, tmp_path / "s", on_pack=second)
-    assert inside
 
 
 def test_a_model_that_cannot_be_packed_is_scored_alone_and_right(tmp_path: Path) -> None:

@@ -15,6 +15,8 @@ from helpers_forks import Forks
 from helpers_resume import files_of, make_toy
 from pyarrow import fs
 
+from memopd_scorer.job import Job
+from memopd_scorer.run import Run
 from memopd_scorer.scores import ScoresReader
 from memopd_scorer.scoring import score
 from memopd_scorer.store import follow, lead
@@ -242,18 +244,20 @@ def test_a_follower_writes_what_the_lead_lists(at: str, toy: Toy, store: fs.File
     with pytest.raises(InputError, match=r"E-INCOMPLETE.*no run\.json"):
         follow(folder, toy.run)
     first = lead(folder, toy.run, toy.teacher.head)
+    planned = Run(Job(str(toy.trace), **OPTIONS), toy.teacher, print).planned
     shards = sorted(name for name in toy.files if name.startswith("shard-"))
     with pytest.raises(InputError, match=rf"E-INCOMPLETE.*{len(shards)} of {len(shards)} shards are missing"):
-        first.finish(len(shards), 20)
-    other = follow(folder, toy.run)
-    assert not other.holds(0)
+        first.finish(planned)
+    assert follow(folder, toy.run).left(planned) == list(range(len(shards)))
     for name in shards:
         with atomic_file(folder / name) as out:
             out.write(toy.files[name])
-    assert follow(folder, toy.run).holds(0)
+    assert follow(folder, toy.run).left(planned) == []
+    planned.plan.invocations = 21
     with pytest.raises(InputError, match="E-SCORES-DAMAGED.*hold 20 rows, the plan 21"):
-        first.finish(len(shards), 21)
-    first.finish(len(shards), 20)
+        first.finish(planned)
+    planned.plan.invocations = 20
+    first.finish(planned)
     assert len(ScoresReader(OUT if at == "s3" else folder)) == 20
     with pytest.raises(InputError, match="E-SCORES-OTHER-RUN"):
         follow(folder, toy.run.model_copy(update={"max_tokens": 7}))

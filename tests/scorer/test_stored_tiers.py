@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,15 +12,14 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 import torch
+from helpers_resume import make_toy
 from helpers_scorer import (
     SIZE,
-    growing_episode,
     memory_episode,
     metadata_for,
     oracle,
     save_model,
     tiny_model,
-    write_trace,
 )
 from helpers_scores import item, rewritten, roll
 
@@ -30,7 +30,6 @@ from memopd_scorer.teacher import load
 from memopd_trace import read, validate, write
 from memopd_trace.cli import run
 from memopd_trace.errors import InputError, UsageError
-from memopd_trace.invocation import Episode
 from memopd_trace.metadata import Model, Producer, TraceMetadata
 from memopd_trace.scorefolder import HEAD
 
@@ -38,18 +37,10 @@ LOSSY = ("float16", "int8")
 Change = Callable[[dict[str, Any]], None]
 
 
-def episodes() -> list[Episode]:
-    rng = np.random.default_rng(1)
-    return [*(memory_episode(rng, f"m{i}", group=f"g{i // 2}") for i in range(4)), growing_episode(rng, "grow")]
-
-
 @pytest.fixture(scope="module")
 def toy(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     """(teacher folder, trace)."""
-    folder = tmp_path_factory.mktemp("toy")
-    model = tiny_model("llama", seed=3)
-    teacher = save_model(model, folder / "teacher")
-    return teacher, write_trace(folder / "trace.parquet", teacher, model, episodes())
+    return make_toy(tmp_path_factory.mktemp("toy"))
 
 
 @pytest.fixture(scope="module")
@@ -216,11 +207,6 @@ def test_every_chunk_of_exact_states_is_checked_too(
         next(reader.logprobs(row, ids[::-1].copy()))
 
 
-def test_a_run_of_another_tier_is_another_run(toy: tuple[Path, Path], scored: dict[str, Path]) -> None:
-    with pytest.raises(InputError, match=r"E-SCORES-OTHER-RUN.*hidden_tier is 'int8' there and 'float16' now"):
-        score(toy[1], toy[0], scored["int8"], signals=("hidden",), states="float16", max_tokens=200, shard_bytes=5_000)
-
-
 def test_a_missing_shard_is_scored_again_to_the_same_bytes_and_sums(
     toy: tuple[Path, Path], scored: dict[str, Path], tmp_path: Path
 ) -> None:
@@ -243,10 +229,11 @@ def test_a_tier_without_states_and_an_unknown_one_are_usage_errors(toy: tuple[Pa
 
 
 def test_a_folder_of_a_tier_to_come_is_refused_by_name(scored: dict[str, Path], tmp_path: Path) -> None:
-    run_file = scored["int8"] / "run.json"
-    (tmp_path / "run.json").write_text(run_file.read_text().replace('"int8"', '"int4"'))
+    shutil.copytree(scored["int8"], tmp_path / "s")
+    run_file = tmp_path / "s" / "run.json"
+    run_file.write_text(run_file.read_text().replace('"int8"', '"int4"'))
     with pytest.raises(InputError, match=r"E-SCORES-META.*tier 'int4'.*exact, float16, int8"):
-        ScoresReader(tmp_path)
+        ScoresReader(tmp_path / "s")
 
 
 @pytest.mark.parametrize("tier", LOSSY)

@@ -284,3 +284,17 @@ def test_a_model_with_few_positions_is_probed_within_them() -> None:
     assert probe(model, head_of(model, SIZE)).layout == "tree"
     model.config.n_positions = 8
     assert "too few" in probe(model, head_of(model, SIZE)).reason
+
+
+def test_a_model_whose_states_are_all_zero_is_refused(tmp_path: Path) -> None:
+    model = tiny_model("llama")
+    torch.nn.init.zeros_(model.model.norm.weight)
+    with pytest.raises(InputError, match=r"E-MODEL-UNSUPPORTED.*all its states are 0"):
+        load(save_model(model, tmp_path / "m"))
+
+
+def test_a_model_of_one_position_is_refused() -> None:
+    model = tiny_model("llama")
+    model.config.max_position_embeddings = 1
+    with pytest.raises(InputError, match=r"E-MODEL-UNSUPPORTED.*1 position"):
+        probe(model, head_of(model, SIZE))

@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pyarrow.parquet as pq
 import pytest
 import torch
-from helpers_scorer import growing_episode, memory_episode, metadata_for, save_model, tiny_model, write_trace
+from helpers_resume import make_toy
+from helpers_scorer import metadata_for, save_model, tiny_model
 from helpers_scores import item, rewritten, roll
 
+from memopd_scorer.scores import ScoresReader
 from memopd_scorer.scoring import score
 from memopd_scorer.teacher import load
 from memopd_trace import Report, read, validate, write
-from memopd_trace.invocation import Episode
+from memopd_trace.errors import InputError
 from memopd_trace.metadata import SCORES_KEY
 from memopd_trace.record.fingerprint import weights_digest
 from memopd_trace.rules import RULES
@@ -25,21 +28,14 @@ from memopd_trace.rules import RULES
 ALL = ("sampled", "topk", "hidden", "full")
 
 
-def episodes() -> list[Episode]:
-    rng = np.random.default_rng(1)
-    return [*(memory_episode(rng, f"m{i}", group=f"g{i // 2}") for i in range(4)), growing_episode(rng, "grow")]
-
-
 @pytest.fixture(scope="module")
 def toy(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     """(teacher folder, trace): the teacher is the policy, and the trace names its weights."""
     folder = tmp_path_factory.mktemp("toy")
-    model = tiny_model("llama", seed=3)
-    teacher = save_model(model, folder / "teacher")
-    plain = write_trace(folder / "plain.parquet", teacher, model, episodes())
+    teacher, plain = make_toy(folder)
     metadata = metadata_for(teacher)
     own = metadata.models["m"].model_copy(update={"weights_digest": weights_digest(load(teacher).model)})
-    trace = folder / "trace.parquet"
+    trace = folder / "named.parquet"
     write(trace, metadata.model_copy(update={"models": {"m": own}}), list(read(plain).iter_invocations()))
     return teacher, trace
 
@@ -173,3 +169,19 @@ def test_a_bfloat16_state_that_is_infinite_is_found(toy: tuple[Path, Path], tmp_
     broken = rewritten(tmp_path / "s", tmp_path / "broken", change, row=3)
     assert "E-SCORES-NONFINITE" in validate(trace, scores=broken).codes
     assert SCORES_KEY in pq.read_schema(next(broken.glob("shard-*"))).metadata, "the copy is a shard of the same run"
+
+
+def test_a_column_of_states_that_is_there_twice_is_found(toy: tuple[Path, Path], scored: Path, tmp_path: Path) -> None:
+    shutil.copytree(scored, tmp_path / "s")
+    manifest = json.loads((tmp_path / "s" / "manifest.json").read_text())
+    old = tmp_path / "s" / manifest["files"][0]["name"]
+    table = pq.read_table(old)
+    pq.write_table(table.append_column("hidden", table.column("hidden")), tmp_path / "twice.parquet")
+    digest = hashlib.sha256((tmp_path / "twice.parquet").read_bytes()).hexdigest()[:16]
+    manifest["files"][0]["name"] = f"shard-000000-{digest}.parquet"
+    (tmp_path / "twice.parquet").rename(tmp_path / "s" / manifest["files"][0]["name"])
+    old.unlink()
+    (tmp_path / "s" / "manifest.json").write_text(json.dumps(manifest))
+    assert "E-SCORES-COLUMN" in validate(toy[1], scores=tmp_path / "s").codes
+    with pytest.raises(InputError, match="E-SCORES-DAMAGED.*the name twice"):
+        ScoresReader(tmp_path / "s")

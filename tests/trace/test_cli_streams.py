@@ -12,7 +12,7 @@ import pytest
 from helpers_trace import build, valid
 
 from memopd_trace import validate
-from memopd_trace.cli import run
+from memopd_trace.cli import INTERRUPTED, run
 
 COMMAND = f"{sys.executable} -c 'from memopd_trace.cli import main; main()'"
 
@@ -89,3 +89,22 @@ def test_a_full_disk_is_called_so(tmp_path: Path, capsys: pytest.CaptureFixture[
     good = str(build(valid("train"), tmp_path, "good"))
     assert run(["validate", good, "-o", "/dev/full"]) == 3
     assert capsys.readouterr().err == "error: disk: No space left on device\n"
+
+
+def test_ctrl_c_while_an_interrupt_is_told_does_not_cut_the_line() -> None:
+    code = """
+import os, signal
+from memopd_trace import cli
+
+def interrupted(*_, **__):
+    raise KeyboardInterrupt
+
+def pressed_again(*arguments, real=cli.printable):
+    os.kill(os.getpid(), signal.SIGINT)
+    return real(*arguments)
+
+cli.app, cli.printable = interrupted, pressed_again
+cli.main()
+"""
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, check=False, timeout=60, text=True)
+    assert (found.returncode, found.stderr) == (130, f"error: {INTERRUPTED}\n")

@@ -14,7 +14,7 @@ from helpers_trace import build, valid
 
 from memopd_trace import storage
 from memopd_trace.cli import run
-from memopd_trace.disk import atomic_file
+from memopd_trace.disk import atomic_file, exclusive
 from memopd_trace.errors import UsageError
 from memopd_trace.invocation import Invocation
 from memopd_trace.metadata import Model, Producer, Tokenizer, TraceMetadata
@@ -169,3 +169,17 @@ def test_a_full_disk_is_told_and_a_second_close_says_what_is_lost(
     assert list(tmp_path.iterdir()) == []
     storage.write(tmp_path / name, METADATA, [row()])
     assert episodes(tmp_path / name) == ["e"]
+
+
+def test_a_lock_that_is_no_file_neither_empties_another_one_nor_waits(tmp_path: Path) -> None:
+    precious = tmp_path / "precious"
+    precious.write_text("kept")
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / ".lock").symlink_to(precious)
+    with pytest.raises(OSError, match="symbolic links"), exclusive(tmp_path / "a", "writing into"):
+        pass
+    assert precious.read_text() == "kept"
+    (tmp_path / "b").mkdir()
+    os.mkfifo(tmp_path / "b" / ".lock")
+    with exclusive(tmp_path / "b", "writing into"):
+        pass

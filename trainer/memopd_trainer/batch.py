@@ -29,7 +29,7 @@ from memopd_scorer.scores import ScoreRow, ScoresReader
 from memopd_scorer.states import state_of
 from memopd_trace.behaviour import Behaviour, behaviour_of
 from memopd_trace.errors import InputError, UsageError, printable
-from memopd_trace.invocation import Episode, Invocation
+from memopd_trace.invocation import IDS, Episode, Invocation
 from memopd_trace.metadata import Tokenizer, TraceMetadata
 from memopd_trace.places import Place
 from memopd_trace.schema import RECORDED
@@ -87,11 +87,32 @@ class TrainPack:
     behaviour_M: Tensor | None  # float64 nats, see `memopd_trace.behaviour`; None = no policy term
     temperature_M: Tensor | None  # float64, None = 1 throughout
     teacher_ME: Tensor | None  # the teacher's dtype; float32 where states are stored in a tier
+    teacher_logsumexp_M: Tensor | None  # float32 nats, stored: what these states and the teacher's head must give
+    tolerance: float  # nats, of that
 
     @property
     def episode_ids(self) -> tuple[str, ...]:
         """The episodes of its states, each once."""
         return tuple(dict.fromkeys(s.episode_id for s in self.pack.states))
+
+    def check_teacher(self, logsumexp_M: Tensor) -> None:
+        """Hold the log-sum-exp of the rebuilt teacher's logits against the stored one, for every target: the whole
+        vocabulary is there anyway when it is trained on.
+
+        Raises:
+            InputError: `E-SCORES-CHECK`.
+        """
+        if self.teacher_logsumexp_M is None:
+            return
+        off_M = (logsumexp_M.detach().cpu().double() - self.teacher_logsumexp_M).abs()
+        if bool((off_M <= self.tolerance).all()):
+            return
+        raise InputError(
+            f"stored states of {', '.join(map(printable, self.episode_ids[:3]))} do not give their log-sum-exp, off "
+            f"by up to {float(off_M.nan_to_num(torch.inf).max()):.2e} nats (limit {self.tolerance:.2g})",
+            code="E-SCORES-CHECK",
+            hint="these scores are not of this head and these states; score again",
+        )
 
 
 def load_rollouts(
@@ -126,7 +147,7 @@ def load_rollouts(
         _check_ids(invocation, model.tokenizer)
         if store is not None:
             row = _score_row(store, invocation)
-            store.verify(row, invocation.output_ids[row.output_index])
+            _verify(store, row, invocation.output_ids[row.output_index])
         if policy:
             _behaviour(invocation)
     return Rollouts(groups, metadata, store, policy, _digest(groups, policy))
@@ -271,6 +292,15 @@ def _score_row(store: ScoresReader, invocation: Invocation) -> ScoreRow:
     return row
 
 
+def _verify(store: ScoresReader, row: ScoreRow, ids_M: IDS) -> None:
+    """Check what will not be checked when it is trained on, where logits are at temperature 1."""
+    if store.metadata.temperature == 1.0:
+        store.verify(row, ids_M)
+        return
+    for _ in store.logprobs(row, ids_M):
+        pass
+
+
 def _join(
     rollouts: Rollouts,
     pack: Pack,
@@ -279,7 +309,7 @@ def _join(
     advantages: Mapping[str, float],
 ) -> TrainPack:
     """Look up everything the trained targets of a pack need."""
-    targets, weight, advantage, behaviour, temperature, teacher = ([] for _ in range(6))
+    targets, weight, advantage, behaviour, temperature, teacher, logsumexp = ([] for _ in range(7))
     for number, state in enumerate(pack.states):
         invocation = by_key[state.episode_id, state.invocation_index]
         own = np.flatnonzero(pack.target_state_M == number)
@@ -298,8 +328,11 @@ def _join(
             place[row.output_index] = np.arange(len(row.output_index))
             assert row.hidden is not None  # _score_row refuses a row without
             teacher.append(row.hidden[torch.from_numpy(place[outputs])])
+            logsumexp.append((row.logsumexp if row.hidden_logsumexp is None else row.hidden_logsumexp)[place[outputs]])
     chosen = np.concatenate(targets)
     degrees = np.concatenate(temperature) if rollouts.policy else np.ones(1)
+    run = None if rollouts.scores is None else rollouts.scores.metadata
+    is_held = run is not None and run.temperature == 1.0
     return TrainPack(
         pack=pack,
         row_M=_int64(pack.target_row_M[chosen]),
@@ -308,7 +341,9 @@ def _join(
         advantage_M=torch.from_numpy(np.concatenate(advantage)),
         behaviour_M=torch.from_numpy(np.concatenate(behaviour)) if rollouts.policy else None,
         temperature_M=torch.from_numpy(degrees) if (degrees != 1.0).any() else None,
-        teacher_ME=torch.cat(teacher) if rollouts.scores is not None else None,
+        teacher_ME=None if run is None else torch.cat(teacher),
+        teacher_logsumexp_M=torch.from_numpy(np.concatenate(logsumexp)) if is_held else None,
+        tolerance=0.0 if run is None else run.tolerance,
     )
 
 

@@ -25,11 +25,12 @@ DivergenceKind = Literal["reverse_kl", "forward_kl", "jsd"]
 
 
 class RowLosses(NamedTuple):
-    """What one pass over the targets gives; `divergence_M` is `None` when no teacher was given."""
+    """What one pass over the targets gives; the last two are `None` when no teacher was given."""
 
     logprob_M: Tensor  # of the sampled id, at the sampling temperature
     entropy_M: Tensor  # of the student at temperature 1, without gradient
     divergence_M: Tensor | None
+    teacher_logsumexp_M: Tensor | None  # of the teacher's logits, as rebuilt: to be held against the stored one
 
 
 def row_losses(
@@ -78,8 +79,10 @@ def row_losses(
             parts.append(checkpoint(_chunk_losses, *arguments, use_reentrant=False, preserve_rng_state=False))
         else:
             parts.append(_chunk_losses(*arguments))
-    logprobs, entropies, divergences = zip(*parts, strict=True)
-    return RowLosses(torch.cat(logprobs), torch.cat(entropies), None if teacher is None else torch.cat(divergences))
+    logprobs, entropies, divergences, logsumexps = zip(*parts, strict=True)
+    if teacher is None:
+        return RowLosses(torch.cat(logprobs), torch.cat(entropies), None, None)
+    return RowLosses(torch.cat(logprobs), torch.cat(entropies), torch.cat(divergences), torch.cat(logsumexps))
 
 
 def divergence(student_CV: Tensor, teacher_CV: Tensor, kind: DivergenceKind, beta: float = 0.5) -> Tensor:
@@ -125,7 +128,7 @@ def _chunk_losses(
     teacher_CE: Tensor | None,
     kind: DivergenceKind,
     beta: float,
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
     logits_CV = student.logits(hidden_CD)
     scaled_CV = logits_CV if temperature_C is None else logits_CV / temperature_C[:, None].to(logits_CV.dtype)
     logprob_C = scaled_CV.gather(1, ids_C[:, None])[:, 0] - scaled_CV.logsumexp(1)
@@ -133,10 +136,11 @@ def _chunk_losses(
         log_p_CV = logits_CV.log_softmax(1)
         entropy_C = -(log_p_CV.exp() * log_p_CV).sum(1)
     if teacher is None or teacher_CE is None:
-        return logprob_C, entropy_C, entropy_C
+        return logprob_C, entropy_C, None, None
     with torch.no_grad():
         teacher_CV = teacher.logits(teacher_CE).to(logits_CV.dtype)
-    return logprob_C, entropy_C, divergence(logits_CV, teacher_CV, kind, beta)
+        logsumexp_C = teacher_CV.logsumexp(1)
+    return logprob_C, entropy_C, divergence(logits_CV, teacher_CV, kind, beta), logsumexp_C
 
 
 class _Divergence(torch.autograd.Function):

@@ -72,12 +72,15 @@ def measure_kl(student: LoadedModel, rollouts: Rollouts, layout: Layout, max_tok
     for train_pack in make_packs(rollouts, rollouts.groups, {}, layout=student.layout(layout), max_tokens=max_tokens):
         hidden_RD = student.states(train_pack.pack)
         assert train_pack.teacher_ME is not None
+        logsumexps = []
         for start, stop in iter_chunks(len(train_pack.row_M), teacher.size):
             logits_CV = student.head.logits(hidden_RD[train_pack.row_M[start:stop].to(device)])
             teacher_CE = train_pack.teacher_ME[start:stop].to(device)
             teacher_CV = teacher.logits(teacher_CE).to(logits_CV.dtype)
+            logsumexps.append(teacher_CV.logsumexp(1))
             reverse += float(divergence(logits_CV, teacher_CV, "reverse_kl").sum(dtype=torch.float64))
             forward += float(divergence(logits_CV, teacher_CV, "forward_kl").sum(dtype=torch.float64))
+        train_pack.check_teacher(torch.cat(logsumexps))
         tokens += len(train_pack.row_M)
     return {"reverse_kl": reverse / tokens, "forward_kl": forward / tokens, "tokens": tokens}
 

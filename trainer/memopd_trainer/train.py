@@ -207,6 +207,8 @@ def pack_loss(
         kind=config.divergence.kind,
         beta=config.divergence.beta,
     )
+    if out.teacher_logsumexp_M is not None:
+        train_pack.check_teacher(out.teacher_logsumexp_M)
     weight_M = train_pack.weight_M.to(out.logprob_M)
     loss = torch.zeros_like(out.logprob_M.sum())
     if out.divergence_M is not None:

@@ -5,7 +5,34 @@ from __future__ import annotations
 import difflib
 
 from memopd_trace.convert.format import Format
-from memopd_trace.convert.formats import agent_lightning, atif, nemo_gym, openai_api, sglang, vllm
+from memopd_trace.convert.formats import (
+    agent_lightning,
+    anthropic,
+    atif,
+    claude_code,
+    codex,
+    gemini_cli,
+    inspect_ai,
+    langfuse,
+    mem1,
+    messages,
+    mini_swe_agent,
+    nemo_gym,
+    openai_api,
+    openhands,
+    openinference,
+    otel,
+    rllm,
+    sglang,
+    skyrl,
+    slime,
+    swe_agent,
+    tau,
+    tinker,
+    verifiers,
+    verl,
+    vllm,
+)
 from memopd_trace.errors import UsageError
 
 FORMATS: tuple[Format, ...] = (
@@ -14,7 +41,27 @@ FORMATS: tuple[Format, ...] = (
     vllm.FORMAT,
     sglang.FORMAT,
     agent_lightning.FORMAT,
+    verifiers.FORMAT,
+    rllm.FORMAT,
+    verl.FORMAT,
+    skyrl.FORMAT,
+    slime.FORMAT,
+    tinker.FORMAT,
     openai_api.FORMAT,
+    anthropic.FORMAT,
+    claude_code.FORMAT,
+    codex.FORMAT,
+    gemini_cli.FORMAT,
+    messages.FORMAT,
+    openhands.FORMAT,
+    swe_agent.FORMAT,
+    mini_swe_agent.FORMAT,
+    inspect_ai.FORMAT,
+    openinference.FORMAT,
+    otel.FORMAT,
+    langfuse.FORMAT,
+    tau.FORMAT,
+    mem1.FORMAT,
 )
 
 

@@ -9,19 +9,17 @@
 What a backend does not compute it refuses by name. Sliding windows count along the branch in all of them.
 """
 
-from memopd_scorer.attention.choice import REQUESTS, Backend, Choice, Request, choose
-from memopd_scorer.attention.forward import iter_states_at_rows, states_at_rows, use_backend
+from memopd_scorer.attention.choice import REQUESTS, Backend, Choice, choose
+from memopd_scorer.attention.forward import iter_states_at_rows, states_at_rows
 from memopd_scorer.attention.visibility import UnsupportedAttentionError, Visibility
 
 __all__ = [
     "REQUESTS",
     "Backend",
     "Choice",
-    "Request",
     "UnsupportedAttentionError",
     "Visibility",
     "choose",
     "iter_states_at_rows",
     "states_at_rows",
-    "use_backend",
 ]

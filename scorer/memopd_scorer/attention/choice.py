@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import importlib.util
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import torch
 
+from memopd_scorer.precision import HALF, dtype_name
 from memopd_trace.errors import UsageError
 
 Backend = Literal["sdpa", "flex", "flash", "eager", "native"]
-Request = Literal["auto", "sdpa", "flex", "flash", "eager"]
-REQUESTS: tuple[str, ...] = get_args(Request)
-_HALF = (torch.float16, torch.bfloat16)
+REQUESTS = ("auto", "sdpa", "flex", "flash", "eager")
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,12 +46,12 @@ def choose(wanted: str, device: torch.device, dtype: torch.dtype) -> list[Choice
         raise UsageError(f"unknown attention backend '{wanted}'", hint=f"one of {', '.join(REQUESTS)}")
     if wanted == "auto":
         sdpa = Choice("sdpa", "sdpa", f"auto: {_why_sdpa(device, dtype)}")
-        if device.type != "cuda" or dtype not in _HALF:
+        if device.type != "cuda" or dtype not in HALF:
             return [sdpa]
         reason = f"auto: {dtype_name(dtype)} on a CUDA device, {_flash_kernel()}; sdpa under recorded visibility"
         return [Choice("flash", "sdpa", reason), sdpa]
     if wanted == "flash":
-        if device.type != "cuda" or dtype not in _HALF:
+        if device.type != "cuda" or dtype not in HALF:
             raise UsageError(
                 f"the attention backend 'flash' cannot run {dtype_name(dtype)} on '{device}'",
                 hint="it needs a CUDA device and bfloat16 or float16",
@@ -60,11 +59,6 @@ def choose(wanted: str, device: torch.device, dtype: torch.dtype) -> list[Choice
         return [Choice("flash", None, f"asked for; {_flash_kernel()}")]
     backend: Any = wanted
     return [Choice(backend, backend, "asked for")]
-
-
-def dtype_name(dtype: torch.dtype) -> str:
-    """`torch.float32` -> `float32`."""
-    return str(dtype).removeprefix("torch.")
 
 
 def _why_sdpa(device: torch.device, dtype: torch.dtype) -> str:

@@ -97,7 +97,7 @@ def _run(model: PreTrainedModel, pack: Pack, part: Pass, past: Past | None, back
                 f"{type(model).__name__} takes no position ids, so it cannot run recorded positions or a packed tree"
             )
         positions_1Q = torch.from_numpy(pack.positions_T[tokens].astype(np.int64)).to(device)[None]
-        with use_backend(model, backend):
+        with _use_backend(model, backend):
             visibility = Visibility.of(pack, device, part, past)
             hidden = _head_input(model, ids_1Q, {"position_ids": positions_1Q, KWARG: visibility})
     if hidden.shape[:2] != ids_1Q.shape:
@@ -124,7 +124,7 @@ def _head_input(model: PreTrainedModel, ids_1Q: Tensor, arguments: dict[str, Any
 
 
 @contextmanager
-def use_backend(model: PreTrainedModel, backend: Backend) -> Iterator[None]:
+def _use_backend(model: PreTrainedModel, backend: Backend) -> Iterator[None]:
     """Switch a model to a packed backend and back.
 
     Raises:

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-Range = tuple[int, int]
+from memopd_scorer.passes import Range
 
 
 class Past:

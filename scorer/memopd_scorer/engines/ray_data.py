@@ -16,7 +16,7 @@ import logging
 import os
 import pickle
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stdout
 from typing import Any, NamedTuple
 
@@ -25,8 +25,8 @@ import ray
 import ray.data
 from ray.exceptions import RayError, RayTaskError
 
-from memopd_scorer.engines.local import unfinished
-from memopd_scorer.run import Order, Planned, Run, ScoreResult, Shape, Tally, check_inputs
+from memopd_scorer.job import Planned, Shape
+from memopd_scorer.run import Order, Run, ScoreResult, Tally, check_inputs
 from memopd_scorer.store import ScoresWriter, follow, lead
 from memopd_trace.errors import InputError, TraceError, first_line
 from memopd_trace.metadata import ScoresMetadata
@@ -82,15 +82,17 @@ def score(order: Order, *, workers: int, gpus: float) -> ScoreResult:
                 hint="a path that is the same on all machines",
             )
         writer = follow(order.folder, opened.metadata, repair=order.repair)
-        tally = _run(order, sent, planned, unfinished(planned, writer), workers, gpus)
-        writer.finish(len(planned.shards), planned.plan.invocations)
+        left = writer.left(planned)
+        order.tell_rest(len(left), len(planned.shards))
+        tally = _run(order, sent, planned, left, workers, gpus)
+        writer.finish(planned)
     return ScoreResult.of(order.folder, planned, tally, probe=opened.probe, attention=opened.attention)
 
 
 def _open(order: Order) -> _Opened | TraceError | OSError:
     """Begin or continue the run, as its lead."""
     try:
-        run = _opened_run(order, on_notice=_nothing)
+        run = order.open(_nothing)
         lead(order.folder, run.metadata, run.teacher.head, repair=order.repair)
     except (TraceError, OSError) as error:
         return error
@@ -100,8 +102,7 @@ def _open(order: Order) -> _Opened | TraceError | OSError:
 
 def _run(order: Order, sent: Order, planned: Planned, left: list[int], workers: int, gpus: float) -> Tally:
     """Let actors score the shards that are left."""
-    tally, total = Tally(), planned.plan.packs
-    done = total - sum(planned.shards[number].packs for number in left)
+    tally, done, total = Tally(), planned.packs_without(left), planned.plan.packs
     order.on_pack(done, total)
     if not left:
         return tally
@@ -151,7 +152,7 @@ class _Worker:
 
     def _score(self, number: int) -> Tally:
         if self._opened is None:
-            run = _opened_run(self._order, self._notices.append)
+            run = self._order.open(self._notices.append)
             self._opened = run, follow(self._order.folder, run.metadata)
         run, writer = self._opened
         packs = run.planned.shard(number)
@@ -160,10 +161,6 @@ class _Worker:
         run.tally = Tally()
         writer.write_shard(number, run.score(packs))
         return run.tally
-
-
-def _opened_run(order: Order, on_notice: Callable[[str], None]) -> Run:
-    return Run(order.job, order.load_teacher(), on_notice, student=order.load_student())
 
 
 def _nothing(*_: Any) -> None:

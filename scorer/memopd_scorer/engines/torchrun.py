@@ -1,13 +1,15 @@
 """One process for each that torchrun started, on one machine or many: `torchrun … -m memopd_scorer`.
 
 Rank 0 leads: it validates the trace, opens the folder and says which shards are left. Every rank deals them out for
-itself (`memopd_scorer.fit.deal`, by packed tokens), and scores its own. A teacher that the ranks share by tensor
-parallelism runs every shard on all of them at once: they are one worker, and rank 0 writes.
+itself, by packed tokens, and scores its own. A teacher that the ranks share by tensor parallelism runs every shard on
+all of them at once: they are one worker, and rank 0 writes.
 """
 
 from __future__ import annotations
 
+import heapq
 import os
+from collections.abc import Iterable, Iterator
 from contextlib import nullcontext
 from dataclasses import astuple
 from functools import reduce
@@ -15,9 +17,7 @@ from typing import Any
 
 import torch.distributed
 
-from memopd_scorer.engines.local import unfinished
 from memopd_scorer.engines.team import START, Team
-from memopd_scorer.fit import deal
 from memopd_scorer.run import Order, Run, ScoreResult, Tally, check_inputs
 from memopd_scorer.store import ScoresWriter, first_difference, follow, lead
 from memopd_trace.errors import InputError
@@ -47,8 +47,7 @@ def score(order: Order, *, as_one: bool) -> ScoreResult:
         if team.leads:
             check_inputs(order.job, order.folder)
         team.meet()
-        notice = order.on_notice if team.leads else _ignore
-        run = Run(order.job, order.load_teacher(), notice, student=order.load_student(), halves=not as_one)
+        run = order.open(order.on_notice if team.leads else lambda text: None, halves=not as_one)
         opened = team.gather(run.metadata.model_dump(mode="json"))
         if team.leads:
             _check_agree(opened)
@@ -61,7 +60,7 @@ def score(order: Order, *, as_one: bool) -> ScoreResult:
                     writer.write_shard(number, results)
             tallies = [Tally(*each) for each in team.gather(astuple(run.tally))]
             if team.leads:
-                writer.finish(len(run.planned.shards), run.planned.plan.invocations)
+                writer.finish(run.planned)
             team.meet()
     if torch.distributed.is_initialized() and not grouped:  # by Transformers, for tensor parallelism
         torch.distributed.destroy_process_group()
@@ -74,9 +73,9 @@ def _open(team: Team, run: Run, order: Order) -> tuple[ScoresWriter, list[int]]:
         left: list[int] = team.share()
         return follow(order.folder, run.metadata), left
     writer = lead(order.folder, run.metadata, run.teacher.head, repair=order.repair)
-    left = unfinished(run.planned, writer)
-    total = run.planned.plan.packs
-    before = total - sum(run.planned.shards[number].packs for number in left)
+    left = writer.left(run.planned)
+    order.tell_rest(len(left), len(run.planned.shards))
+    before, total = run.planned.packs_without(left), run.planned.plan.packs
     team.on_progress = lambda packs: order.on_pack(before + packs, total)
     return writer, team.share(left)
 
@@ -85,6 +84,18 @@ def _share(team: Team, run: Run, left: list[int]) -> list[int]:
     """This rank's shards of those that are left."""
     owners = deal((run.planned.shards[n].tokens for n in left), team.size)
     return [number for number, owner in zip(left, owners, strict=True) if owner == team.rank]
+
+
+def deal(costs: Iterable[float], workers: int) -> Iterator[int]:
+    """For each piece of work, in order, the worker that runs it: the one with the least so far.
+
+    Every worker can deal for itself and take its own. No two workers differ by more than the largest piece.
+    """
+    heap = [(0.0, worker) for worker in range(workers)]
+    for cost in costs:
+        done, worker = heap[0]
+        heapq.heapreplace(heap, (done + cost, worker))
+        yield worker
 
 
 def _check_agree(metadata: list[dict[str, Any]]) -> None:
@@ -96,7 +107,3 @@ def _check_agree(metadata: list[dict[str, Any]]) -> None:
                 code="E-SCORES-OTHER-RUN",
                 hint="the same trace, teacher and software on every machine",
             )
-
-
-def _ignore(_: str) -> None:
-    """Only rank 0 speaks."""

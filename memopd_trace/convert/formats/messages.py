@@ -1,0 +1,139 @@
+"""Data sets of conversations: `messages` (Hugging Face, OpenAI), `conversations` (ShareGPT), `prompt` and `completion`.
+
+Each message of the assistant is one call, whose prompt is what stands in front of it. Who wrote it, and under which
+prompt of the system, the data set does not tell.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from memopd_trace.convert.draft import Call, Chat, Draft
+from memopd_trace.convert.fields import Fields
+from memopd_trace.convert.format import Format
+from memopd_trace.convert.losses import BrokenRecord, Issue, Losses, NotACall
+from memopd_trace.convert.records import Record, json_records, parse
+from memopd_trace.errors import first_line
+
+NAMES = ("id", "conversation_id", "uuid", "prompt_id")
+ROLES = {
+    "human": "user", "user": "user", "gpt": "assistant", "chatgpt": "assistant", "assistant": "assistant",
+    "model": "assistant", "bing": "assistant", "bard": "assistant", "system": "system", "developer": "developer",
+    "tool": "tool", "function": "tool", "observation": "tool", "function_response": "tool",
+    "function_call": "function_call",
+}  # fmt: skip
+BATCH = 64  # rows of a Parquet file in memory at once
+
+
+def records(files: Iterable[Path]) -> Iterator[Record | Issue]:
+    """Rows of Parquet files, and JSON."""
+    for file in files:
+        yield from _of_parquet(file) if file.suffix == ".parquet" else json_records([file])
+
+
+def _of_parquet(file: Path) -> Iterator[Record | Issue]:
+    try:
+        number = 0
+        with pq.ParquetFile(file) as table:
+            for batch in table.iter_batches(BATCH):
+                for row in batch.to_pylist():
+                    yield Record(f"{file}[{number}]", row)
+                    number += 1
+    except (OSError, pa.ArrowException, UnicodeError) as error:
+        yield Issue(str(file), f"cannot be read to its end: {first_line(error)}")
+
+
+def read(value: Any, losses: Losses) -> Iterator[Draft]:
+    """A conversation."""
+    record = Fields(value, losses)
+    messages, tools = _messages(record), _tools(record)
+    name = next((n for key in NAMES if (n := record.name(key)) is not None), None)
+    model = record.peek("model")
+    model = record.text("model") if isinstance(model, str) else None
+    options = record.peek("chat_template_kwargs")
+    options = dict(record.any("chat_template_kwargs")) if isinstance(options, dict) else {}
+    draft = Draft(episode_id=name or losses.place)
+    for number, message in enumerate(messages):
+        if message["role"] == "assistant":
+            draft.calls.append(Call(
+                place=f"{losses.place} message {number}",
+                key=str(number),
+                parent=draft.calls[-1].key if draft.calls else None,
+                model=model,
+                prompt=Chat(messages=messages[:number], tools=tools, options=options),
+                answer=message,
+                reasoned=bool(message.get("reasoning_content") or message.get("reasoning")),
+            ))  # fmt: skip
+    if not draft.calls:
+        raise NotACall("no message of an assistant")
+    draft.reward = record.number("reward")
+    draft.task_id = record.name("task_id")
+    draft.extra = record.rest()
+    yield draft
+
+
+def _messages(record: Fields) -> list[dict[str, Any]]:
+    """The messages in the chat form, whichever form they are in."""
+    for name in ("messages", "conversations", "conversation"):
+        if name in record:
+            return [_message(m) for m in record.each(name)]
+    if "prompt" in record and "completion" in record:
+        return [*_side(record, "prompt", "user"), *_side(record, "completion", "assistant")]
+    raise BrokenRecord("no conversation: none of 'messages', 'conversations', or 'prompt' and 'completion'")
+
+
+def _side(record: Fields, name: str, role: str) -> list[dict[str, Any]]:
+    if isinstance(record.peek(name), str):
+        return [{"role": role, "content": record.text(name)}]
+    return [_message(m) for m in record.each(name)]
+
+
+def _message(message: Fields) -> dict[str, Any]:
+    """A message in the chat form; what it holds beside role and text stays with it."""
+    who = "role" if "role" in message else "from"
+    word = message.text(who)
+    role = ROLES.get((word or "").lower())
+    if role is None:
+        raise BrokenRecord(f"{message.path}.{who}: '{word}' is no role that is known")
+    content = message.any("content") if "content" in message else message.any("value")
+    others = {k: v for k, v in message.value.items() if k not in ("role", "from", "content", "value") and v is not None}
+    message.drop()
+    if role != "function_call":
+        return {"role": role, "content": content, **others}
+    found = parse(content.encode("utf-8", "replace"), "") if isinstance(content, str) else None
+    made = found.value if isinstance(found, Record) else content
+    calls = [{"type": "function", "function": c} for c in (made if isinstance(made, list) else [made])]
+    if not all(isinstance(c["function"], dict) for c in calls):
+        raise BrokenRecord(f"{message.path}: a call of a function that is no object")
+    return {"role": "assistant", "content": "", "tool_calls": calls, **others}
+
+
+def _tools(record: Fields) -> list[dict[str, Any]] | None:
+    """The tools, which some data sets hold as JSON in a text."""
+    value = record.any("tools")
+    if isinstance(value, str):
+        found = parse(value.encode("utf-8", "replace"), "")
+        value = found.value if isinstance(found, Record) else None
+        if value is None and record.peek("tools").strip():
+            record.losses.degrade("tools that cannot be read are left out")
+    return [t for t in value if isinstance(t, dict)] or None if isinstance(value, list) else None
+
+
+FORMAT = Format(
+    name="messages",
+    title="Conversations: `messages`, ShareGPT, prompt and completion; JSON and Parquet",
+    exactness="text",
+    read=read,
+    records=records,
+    suffixes=(".json", ".jsonl", ".ndjson", ".parquet"),
+    unsaid=(
+        "no_token_ids", "no_logprobs", "no_sampling", "no_policy_version", "no_finish_reason", "no_reward", "no_end",
+        "no_group", "no_rewrite_kind", "lossy_text",
+    ),
+    note="A data set does not tell which model wrote an answer, or whether any did.",
+)  # fmt: skip
