@@ -1,8 +1,8 @@
 """Tiny random models of every causal LM type that Transformers knows.
 
 A type's default config is shrunk field by field (`SMALL`), lists that run over layers are cut, and what then still
-does not fit together is mended in one table (`FIXES`). It names layers as well, where a default has not every kind of
-layer that real models of the type have: a model with all of them is what its row speaks of. Windows, chunks and selections get a size (`FAR`) between the
+does not fit together is mended in one table (`FIXES`). It names layers as well, where a default lacks a kind of layer
+that real models of the type have: a row speaks of a model with all of them, or a variant does of the rest. Windows, chunks and selections get a size (`FAR`) between the
 longest sequence of the scorer's probe and those of the sweep, so that a rule that bites only on long sequences bites
 in the sweep and not in the probe.
 """
@@ -58,12 +58,11 @@ SMALL: dict[str, Any] = {
 TYPES: dict[str, str] = dict(sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items()))
 _MLA = {"num_key_value_heads": 4, "head_dim": 4}
 _WINDOWS = {"layer_types": ["full_attention", "sliding_attention"] * 2, "sliding_window": FAR}
-_USED_WINDOWS = {**_WINDOWS, "use_sliding_window": True}
+_CONVOLUTIONS = {"layer_types": ["conv", "full_attention"] * 2}
 FIXES: dict[str, dict[str, Any]] = {
     **dict.fromkeys(("axk1", "deepseek_v3", "longcat_flash", "youtu", "glm4_moe_lite", "sarvam_mla", "minicpm3"), _MLA),
     **dict.fromkeys(("axk2", "deepseek_v2", "deepseek_v32", "glm_moe_dsa", "bailing_hybrid"), _MLA),
-    **dict.fromkeys(("laguna", "mellum", "ministral"), _WINDOWS),
-    **dict.fromkeys(("qwen2", "qwen2_moe", "qwen3", "smollm3"), _USED_WINDOWS),
+    **dict.fromkeys(("laguna", "mellum"), _WINDOWS),
     "bamba": {"mamba_n_heads": 8, "mamba_d_head": 8, "attn_layer_indices": [1, 3]},
     "codegen": {"rotary_dim": 4},
     "falcon_h1": {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_ssm": 64},
@@ -123,7 +122,7 @@ FIXES: dict[str, dict[str, Any]] = {
         **dict.fromkeys(("swa_qk_nope_head_dim", "swa_v_head_dim"), 8),
         "swa_head_dim": 12,
     },
-    **dict.fromkeys(("lfm2", "lfm2_moe"), {"layer_types": ["conv", "full_attention"] * 2}),
+    **dict.fromkeys(("lfm2", "lfm2_moe"), _CONVOLUTIONS),
     "qwen4_exp_text": {
         "ple_layer_ids": [],
         "indexer_n_heads": 4,
@@ -142,15 +141,17 @@ FIXES: dict[str, dict[str, Any]] = {
     },
 }
 # Words for kinds of layers that stand in a type's code for something else: a mask's or a module's name, an older word.
-OTHER_MEANINGS: dict[str, set[str]] = {
-    **dict.fromkeys(("big_bird", "blt"), {"dense"}),
-    **dict.fromkeys(("dots3_note", "dots3_note_text", "qwen4_exp", "qwen4_exp_text"), {"full_attention"}),
-    **dict.fromkeys(("inkling_text", "inkling2_text", "inkling2_loop_text"),
-                    {"full_attention", "linear_attention", "sliding_attention"}),
-    **dict.fromkeys(("zamba", "zamba2"), {"full_attention"}),
-    "falcon_h1": {"full_attention", "linear_attention"},
-    "zaya": {"conv"},
-}  # fmt: skip
+OTHER_MEANINGS: dict[str, tuple[str, ...]] = {
+    **dict.fromkeys(("big_bird", "blt"), ("dense",)),
+    **dict.fromkeys(("dots3_note", "dots3_note_text", "qwen4_exp", "qwen4_exp_text"), ("full_attention",)),
+    **dict.fromkeys(
+        ("inkling_text", "inkling2_text", "inkling2_loop_text"),
+        ("full_attention", "linear_attention", "sliding_attention"),
+    ),
+    **dict.fromkeys(("zamba", "zamba2"), ("full_attention",)),
+    "falcon_h1": ("full_attention", "linear_attention"),
+    "zaya": ("conv",),
+}
 
 
 # The same types under settings that change how they attend: name -> (type, overrides).
@@ -185,6 +186,10 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "qwen2, windows": ("qwen2", {"use_sliding_window": True, "sliding_window": FAR, "max_window_layers": 1}),
+    **{
+        f"{name}, windows": (name, {**_WINDOWS, "use_sliding_window": True})
+        for name in ("qwen2_moe", "qwen3", "smollm3")
+    },
 }
 
 

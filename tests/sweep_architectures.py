@@ -62,8 +62,10 @@ Every causal LM type of Transformers {transformers} (torch {torch}, CPU) as a ti
 - **not built**: no tiny model could be made from its config, so nothing is known here; the probe decides on a real
   one.
 
-The verdict on a real model is the probe's, on loading it; this table says how far the probe is to be trusted. A type
-that the probe calls exact and this check does not would read **WRONG** and fail the run.
+A verdict is of the tiny model, which has every kind of layer that the type's code knows (some only in a variant, a
+row of its own). A real model may have fewer, so the probe decides anew on it whenever it is loaded; this table says
+how far the probe is to be trusted. A type that the probe calls exact and this check does not would read **WRONG** and
+fail the run.
 
 | type | class | verdict | float64 | float32 | what the probe says |
 |---|---|---|---|---|---|"""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -67,3 +68,12 @@ def test_rows_of_a_parquet_file_are_conversations(tmp_path: Path, tokenizer: Pat
     result = convert("messages", inputs, tmp_path / "out" / "t.parquet", tokenizer=tokenizer)
     assert result.losses.rows == 100 and result.losses.broken == 1 and result.losses.balanced()
     assert [r.episode_id for r in read(result.trace or "").iter_invocations()][:2] == ["p0", "p1"]
+
+
+SAMPLES = os.environ.get("MEMOPD_TRACE_SAMPLES")
+
+
+@pytest.mark.skipif(SAMPLES is None, reason="MEMOPD_TRACE_SAMPLES names no folder of sample logs")
+def test_conversations_of_others_convert(tmp_path: Path, tokenizer: Path) -> None:
+    result = convert("messages", Path(SAMPLES or "") / "hf_messages", tmp_path / "t.parquet", tokenizer=tokenizer)
+    assert result.exit_code() == 0 and result.losses.balanced() and result.losses.rows == 128

@@ -82,10 +82,17 @@ def test_a_second_summary_takes_the_place_of_the_first_or_stands_beside_it(
     forgotten: list[str], left: list[str], tmp_path: Path, tokenizer: Path
 ) -> None:
     more = {"id": "e8", "kind": "Condensation", "source": "environment", "forgotten_event_ids": ["e6", *forgotten],
-            "summary": "again", "llm_response_id": "r4"}  # fmt: skip
+            "summary": "again", "summary_offset": 3, "llm_response_id": "r4"}  # fmt: skip
     last = {**SDK[6], "id": "e9", "llm_response_id": "r5"}
     _, rows = converted(tmp_path, "openhands", [*without_ids(SDK), more, last], tokenizer=tokenizer)
     assert [m["content"] for m in json.loads(rows[2].messages or "")] == ["be brief", "go", *left, "done"]
+
+
+def test_events_that_go_without_a_summary_are_an_elision(tmp_path: Path, tokenizer: Path) -> None:
+    events = [{**e, "summary": None} if e["kind"] == "Condensation" else e for e in without_ids(SDK)]
+    _, rows = converted(tmp_path, "openhands", events, tokenizer=tokenizer)
+    assert (rows[1].rewrite_kind, rows[1].rewrite_evidence) == ("elide", "explicit")
+    assert [m["content"] for m in json.loads(rows[1].messages or "")] == ["be brief", "go", "done"]
 
 
 def test_parallel_actions_of_one_answer_are_one_call(tmp_path: Path) -> None:

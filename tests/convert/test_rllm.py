@@ -19,6 +19,15 @@ def test_steps_are_calls_and_trajectories_episodes(tmp_path: Path) -> None:
     assert result.exit_code() == 0 and rows[1].terminated and "no_parent" not in result.losses.gaps
 
 
+def test_an_episode_of_a_later_epoch_is_another_one_and_one_told_twice_is_not(tmp_path: Path) -> None:
+    first, later = rllm_episode(), rllm_episode()
+    first["trajectories"].pop(), later["trajectories"].pop()
+    later["trajectories"][0]["uid"] = "u9"
+    result, rows = converted(tmp_path, "rllm", [first, later, first])
+    assert [r.episode_id for r in rows] == ["task7:0/u1"] * 2 + ["task7:0/u9"] * 2
+    assert result.losses.dropped_calls["told again"].number == 2
+
+
 def test_a_reward_of_zero_that_nothing_set_is_null_and_a_step_s_own_is_kept(tmp_path: Path) -> None:
     _, rows = converted(tmp_path, "rllm", [rllm_episode()])
     assert [r.reward for r in rows] == [None, 1.0, 0.25]  # the trajectory's at its end, and the judge's step

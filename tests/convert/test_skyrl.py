@@ -38,6 +38,8 @@ def test_rows_by_themselves_are_put_together_by_their_trajectory(tmp_path: Path)
     batch = skyrl_steps()
     names = [n for n in batch if batch[n] is not None]
     rows_of = [{n: batch[n][i] for n in names} for i in range(2)]
+    _, rows = converted(tmp_path, "skyrl", [{**r, "global_step": s} for s in (1, 2) for r in rows_of])
+    assert [r.episode_id for r in rows] == ["1/q2_0", "1/q2_0", "2/q2_0", "2/q2_0"]
     _, rows = converted(tmp_path, "skyrl", rows_of)
     assert [(r.episode_id, r.invocation_index, r.relation) for r in rows] == [
         ("q2_0", 0, "root"),

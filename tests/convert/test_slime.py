@@ -59,7 +59,7 @@ def test_a_file_of_torch_is_read_as_plain_data(tmp_path: Path) -> None:
     file = save(tmp_path / "rollout_3.pt", {"rollout_id": 3, "samples": [sample, slime_sample(index=8)]})
     result = convert("slime", file, tmp_path / "t.parquet")
     rows = list(read(tmp_path / "t.parquet").iter_invocations())
-    assert [r.episode_id for r in rows] == ["3/7", "3/7", "3/8", "3/8"] and result.exit_code() == 0
+    assert [r.episode_id for r in rows] == ["rollout_3/7"] * 2 + ["rollout_3/8"] * 2 and result.exit_code() == 0
     assert rows[1].prompt_ids.tolist() == [*PROMPT, 7, 2, 60]
 
 
