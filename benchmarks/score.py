@@ -144,9 +144,11 @@ def goal(name: str, value: float, wanted: float) -> dict[str, Any]:
 
 
 def tell(text: str) -> None:
-    """Progress, on the terminal only."""
+    """Progress, on stderr: a line that is written over on a terminal, a line each where there is none."""
     if sys.stderr.isatty():
         print(f"\r\x1b[K{text}", end="", file=sys.stderr, flush=True)
+    elif text:
+        print(text, file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":

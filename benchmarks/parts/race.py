@@ -52,8 +52,11 @@ def race(
     running = {name: run for name, run in contenders.items() if "failed" not in rows[name]}
     rounds: list[dict[str, float]] = []
     for number in range(repeats):
-        on_step(f"round {number + 1} of {repeats}")
-        rounds.append({name: timed(partial(run, bench, work), bench.device)[1] for name, run in running.items()})
+        taken: dict[str, float] = {}
+        for name, run in running.items():
+            on_step(f"round {number + 1} of {repeats}, {name}")
+            taken[name] = timed(partial(run, bench, work), bench.device)[1]
+        rounds.append(taken)
     for name in running:
         row = rows[name]
         seconds = Spread.of(taken[name] for taken in rounds)
