@@ -182,9 +182,7 @@ def _parse(kind: type[M], key: bytes, schema_metadata: dict[bytes, bytes] | None
             hint += "; a first file needs little: spec/files.md, section 1, has the smallest"
         if SCORES_KEY in (schema_metadata or {}):
             hint = "this is a scores folder: a trace is what was scored, and --scores takes this"
-        raise InputError(
-            f"{where}: no '{key.decode()}' key in the schema metadata", code="E-META-MISSING", hint=hint
-        )
+        raise InputError(f"{where}: no '{key.decode()}' key in the schema metadata", code="E-META-MISSING", hint=hint)
     if len(raw) > MAX_METADATA_BYTES:
         raise InputError(f"{where}: metadata of {len(raw)} bytes, limit {MAX_METADATA_BYTES}", code="E-META-INVALID")
     try:

@@ -100,6 +100,7 @@ LOGPROB_KINDS = ("raw", "tempered", "processed", "unknown")
 FINISH_REASONS = ("stop", "length", "tool_calls", "abort", "content_filter")
 TOKEN_SOURCES = ("engine", "retokenized")
 RECORDED = "recorded"  # the view that is the row's own state; no file holds it
+PERSISTENT_HISTORY = "persistent-history"  # a view that every row has, built without a file (`memopd_trace.views`)
 FEATURES = ("visibility", "output_slots", "media", "routed_experts")
 
 TRACE_COLUMNS: tuple[Column, ...] = (

@@ -344,7 +344,7 @@ def read_manifest(folder: Place) -> dict[str, Any]:
         whole = manifest["complete"] is True and names and plain
     except FileNotFoundError:
         hint = "a folder is one trace with a manifest: its writer did not finish, write it again"
-        if any(folder.glob("shard-*.parquet")):  # and no part-*, as a trace has
+        if (folder / "run.json").is_file():
             hint = "this is a scores folder, and not finished: a trace is what was scored"
         elif any(folder.glob("*.parquet")):
             hint += f"; if its files are traces of their own, give {folder}/*.parquet"

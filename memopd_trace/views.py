@@ -15,10 +15,9 @@ from memopd_trace.errors import UsageError
 from memopd_trace.invocation import IDS, Episode, Invocation
 from memopd_trace.lineage import common_prefix
 from memopd_trace.metadata import Producer, ViewInfo, ViewsMetadata
+from memopd_trace.schema import PERSISTENT_HISTORY as PERSISTENT_HISTORY
 from memopd_trace.storage import TraceReader
 from memopd_trace.viewfile import View, ViewsWriter
-
-PERSISTENT_HISTORY = "persistent-history"
 
 
 def persistent_history(episode: Episode) -> list[IDS]:

@@ -1,16 +1,16 @@
 """Tiny random models of every causal LM type that Transformers knows.
 
 A type's default config is shrunk field by field (`SMALL`), lists that run over layers are cut, and what then still
-does not fit together is mended in one table (`FIXES`). It names layers as well, where a default lacks a kind of layer
-that real models of the type have: a row speaks of a model with all of them, or a variant does of the rest. Windows, chunks and selections get a size (`FAR`) between the
-longest sequence of the scorer's probe and those of the sweep, so that a rule that bites only on long sequences bites
-in the sweep and not in the probe.
+does not fit together is mended in one table (`FIXES`). That names layers as well, where a default lacks a kind of
+layer that models of the type may have: a row speaks of a model with all of them, or a variant does of the rest.
+Windows, chunks and selections get a size (`FAR`) between the longest sequence of the scorer's probe and those of the
+sweep, so that a rule that bites only on long sequences bites in the sweep and not in the probe.
 """
 
 from __future__ import annotations
 
 import ast
-import importlib
+import importlib.util
 import inspect
 from typing import Any
 
@@ -185,10 +185,9 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
             "original_max_position_embeddings": 128,
         },
     ),
-    "qwen2, windows": ("qwen2", {"use_sliding_window": True, "sliding_window": FAR, "max_window_layers": 1}),
     **{
         f"{name}, windows": (name, {**_WINDOWS, "use_sliding_window": True})
-        for name in ("qwen2_moe", "qwen3", "smollm3")
+        for name in ("qwen2", "qwen2_moe", "qwen3", "smollm3")
     },
 }
 
@@ -237,6 +236,8 @@ def kinds_in_code(config: PreTrainedConfig) -> set[str]:
     module = type(config.get_text_config(decoder=True)).__module__
     found: set[str] = set()
     for name in (module, module.replace("configuration_", "modeling_")):
+        if importlib.util.find_spec(name) is None:  # its models are another type's
+            continue
         tree = ast.parse(inspect.getsource(importlib.import_module(name)))
         found |= {node.value for node in ast.walk(tree) if isinstance(node, ast.Constant) and node.value in _KINDS}
     return found

@@ -143,14 +143,14 @@ def peak_of_reading(warm: Warm, trace: str, scores: str, batch_rows: int = 2048)
     return peak_of(work)
 
 
-def peak_of_rebuilding(warm: Warm, scores: str, episode: str, chunk: int, chunks: int) -> dict[str, int]:
+def peak_of_rebuilding(warm: Warm, scores: str, episode: str, chunks: int) -> dict[str, int]:
     """The first chunks of the whole vocabulary of one long row."""
 
     def work() -> int:
         reader = ScoresReader(scores)
         row = reader.get(episode, 0)
         assert row is not None
-        return sum(part.numel() for part in islice(reader.logprobs(row, chunk=chunk), chunks))
+        return sum(part.numel() for part in islice(reader.logprobs(row), chunks))
 
     warm.up(2048)
     return peak_of(work)

@@ -9,24 +9,41 @@ import sys
 import tomllib
 from pathlib import Path
 
+import numpy as np
 import pytest
 import typer
 import yaml
 from helpers_look import row, save
+from helpers_scorer import memory_episode, save_model, tiny_model, write_trace
 from helpers_trace import build, valid
 
 from memopd_trace.cli import app, run
+from memopd_trace.storage import TraceReader
 from memopd_trainer.config import parse_config
 
 ROOT = Path(__file__).parents[1]
 
 
 def test_the_python_example_runs(tmp_path: Path) -> None:
-    example, _ = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    example, _, _ = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
     run = subprocess.run([sys.executable, "-c", example], cwd=tmp_path, capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stderr
     assert "17 -> 14 tokens, 5 targets" in run.stdout
     assert "error[" not in run.stdout and "warning[" not in run.stdout
+
+
+def test_scores_are_read_back_as_the_readme_reads_them(tmp_path: Path) -> None:
+    _, example, _ = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    model = tiny_model("llama", seed=5)
+    folder = save_model(model, tmp_path / "model")
+    episode = memory_episode(np.random.default_rng(0), "m", calls=2)
+    trace = write_trace(tmp_path / "train.parquet", folder, model, [episode])
+    assert run(["score", str(trace), "--teacher", str(folder), "-o", str(tmp_path / "my-scores")]) == 0
+    done = subprocess.run([sys.executable, "-c", example], cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    size = TraceReader(trace).metadata.models["m"].tokenizer.size
+    shapes = [f"({len(call.output_ids)}, {size})" for call in episode]
+    assert [line.endswith(shape) for line, shape in zip(done.stdout.splitlines(), shapes, strict=True)] == [True, True]
 
 
 def test_every_make_target_of_the_docs_exists() -> None:

@@ -30,7 +30,7 @@ def demo(
         report = module.demo(
             output,
             gguf=model,
-            on_stage=lambda name, seconds: notice(f"{name:<9} {seconds:6.1f} s"),
+            on_stage=_tell,
             on_progress=lambda text: status.update(_plain(text)) if not settings.quiet else None,
         )
     table = Table("what", "value", box=None, title="memopd-trace demo", title_justify="left")
@@ -40,6 +40,12 @@ def demo(
         table.add_row(f"seconds: {name}", f"{seconds:.1f}")
     table.add_row("seconds: all", f"{sum(report.seconds.values()):.1f}")
     Console().print(table)
+    notice(f"next: look at the calls: memopd-trace show {output / 'train.parquet'}")
+    notice(f"      or train on:       memopd-trace train {output / 'train.yaml'} steps=8")
+
+
+def _tell(stage: str, seconds: float | None) -> None:
+    notice(f"{stage:<9} …" if seconds is None else f"{stage:<9} {seconds:6.1f} s")
 
 
 def register(app: typer.Typer) -> None:

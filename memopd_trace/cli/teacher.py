@@ -53,10 +53,12 @@ class EngineName(StrEnum):
 
 HEADLINE = (  # comes first in text
     "scores", "logical_tokens", "executed_tokens", "sharing", "estimated_flops", "sampled_bytes",
-    "hidden_bytes_bfloat16", "hidden_bytes_float32",
+    "hidden_bytes_bfloat16", "hidden_bytes_float32", "bytes_per_target",
 )  # fmt: skip
 _LAYOUT = "tree: shared prefixes once. packed: several invocations in a forward, nothing shared. single: one by one."
 _MAX_TOKENS = "Packed tokens in a forward; a longer pack runs in passes of as many, as far as --kept-bytes reaches."
+_VIEW = "The prompt to score under: recorded, persistent-history (built here), or one of --views."
+_VIEWS = "The views file that holds --view."
 _ENGINE = "local: this process. ray: --workers actors of a Ray cluster. torchrun: torchrun … -m memopd_scorer sets it."
 _ATTENTION = (
     "auto: by device and dtype. sdpa: anywhere. flex: FlexAttention. flash: CUDA, half precision, no recorded "
@@ -68,9 +70,12 @@ def plan(
     trace: Path = typer.Argument(..., readable=False, help="A trace file or folder."),
     max_tokens: int = typer.Option(8192, min=1, help=_MAX_TOKENS),
     layout: LayoutName = typer.Option(LayoutName.tree, help=_LAYOUT),
-    teacher: Path | None = typer.Option(None, help="Model folder; its config.json gives FLOPs and bytes."),
+    teacher: Path | None = typer.Option(None, help="Local model folder; its config.json gives FLOPs and bytes."),
     dtype: str = typer.Option("float32", help="What the model will run in: float32, bfloat16, float16 or float64."),
     kept_bytes: int = typer.Option(KEPT_BYTES, min=0, help=_KEPT_HELP),
+    topk: int = typer.Option(64, min=1, help="k of the signal topk."),
+    view: str = typer.Option("recorded", metavar="NAME", help=_VIEW),
+    views: Path | None = typer.Option(None, metavar="FILE", readable=False, help=_VIEWS),
     format: OutputFormat = typer.Option(OutputFormat.text, "--format"),
 ) -> None:
     """Say what scoring a trace will cost. Needs no torch. docs/scoring.md explains every word of the result.
@@ -79,19 +84,20 @@ def plan(
     """
     from memopd_scorer.cost import ModelCost, bytes_of
     from memopd_scorer.deep import Deep
-    from memopd_scorer.plan import plan as plan_packs
-    from memopd_scorer.states import STATE_COLUMNS
+    from memopd_scorer.plan import plan_states
     from memopd_scorer.summary import PlanSummary
+    from memopd_scorer.views import iter_states, open_views
 
     value_bytes = bytes_of(dtype)
     cost = None if teacher is None else ModelCost.read(teacher)
-    require_valid(trace)
+    opened = open_views(view, views)
+    require_valid(trace, views=views)
     reader = TraceReader(trace)
     size = min(model.tokenizer.size for model in reader.metadata.models.values())
-    summary = PlanSummary(layout.value, max_tokens, cost, value_bytes)
+    summary = PlanSummary(layout.value, max_tokens, cost, value_bytes, topk=topk, size=size)
     deep = Deep(cost, value_bytes, kept_bytes) if kept_bytes else None
-    episodes = reader.iter_episodes(STATE_COLUMNS)
-    for pack in plan_packs(episodes, layout=layout.value, max_tokens=max_tokens, deep=deep, vocabulary=size):
+    states = iter_states(reader, view, opened, vocabulary=size)
+    for pack in plan_states(states, layout=layout.value, max_tokens=max_tokens, deep=deep):
         summary.add(pack)
     _print(summary.to_json(), format)
 
@@ -116,12 +122,8 @@ def score(
     max_tokens: int = typer.Option(8192, min=1, help=_MAX_TOKENS),
     kept_bytes: int = typer.Option(KEPT_BYTES, min=0, help=_KEPT_HELP),
     shard_tokens: int = typer.Option(2**18, min=1, help="Packed tokens in a shard: what a kill can lose."),
-    view: str = typer.Option(
-        "recorded",
-        metavar="NAME",
-        help="The prompt to score under: recorded, persistent-history (built here), or one of --views.",
-    ),
-    views: Path | None = typer.Option(None, metavar="FILE", readable=False, help="The views file that holds --view."),
+    view: str = typer.Option("recorded", metavar="NAME", help=_VIEW),
+    views: Path | None = typer.Option(None, metavar="FILE", readable=False, help=_VIEWS),
     repair: bool = typer.Option(False, help="Score damaged shards again instead of refusing."),
     engine: EngineName = typer.Option(EngineName.local, help=_ENGINE),
     workers: int | None = typer.Option(None, min=1, help="Actors of --engine ray, each with a teacher; default 1."),
@@ -243,6 +245,8 @@ def audit(
         print_audit(report, Console())
     if plot is not None:
         drawing.plot(report, plot)
+    if report.weights == "other":
+        notice(f"{model}: not the weights that the trace records for '{report.model_id}' (their digests differ)")
     if report.lag:
         notice(f"the recorded log-probabilities fit best when shifted by {report.lag}: an off-by-one in the log")
     for failed in report.failed:

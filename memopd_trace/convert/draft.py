@@ -135,6 +135,7 @@ FINISH_REASONS = {
     "length": "length",
     "max_tokens": "length",
     "max_output_tokens": "length",
+    "model_context_window_exceeded": "length",
     "tool_calls": "tool_calls",
     "tool_use": "tool_calls",
     "function_call": "tool_calls",

@@ -36,6 +36,24 @@ def chat_message(message: Fields) -> dict[str, Any]:
     return found
 
 
+def plain_content(content: Any) -> Any:
+    """A content as templates like it: text, or a list of parts where there are several, or one that is no text; of a
+    text part only its text is kept, and of no part an empty text.
+
+    Raises:
+        BrokenRecord: it is neither.
+    """
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list | tuple):
+        raise BrokenRecord("a content is neither text nor a list of parts")
+    parts = [
+        {"type": "text", "text": p["text"]} if isinstance(p, dict) and isinstance(p.get("text"), str) else p
+        for p in content
+    ]
+    return parts[0]["text"] if len(parts) == 1 and isinstance(parts[0], dict) and "text" in parts[0] else parts or ""
+
+
 def is_reasoned(answer: dict[str, Any]) -> bool:
     """Whether an answer holds reasoning: in a field of its own, or between marks in its text."""
     content = answer.get("content")

@@ -76,12 +76,12 @@ def config_digest(model: Any) -> str:
     return json_digest(json.loads(json.dumps(config, default=str)))
 
 
-def weights_digest(model: Any) -> str:
+def weights_digest(model: Any, dtype: Any = None) -> str:
     """Hex SHA-256 over name, dtype, shape and bytes of every parameter of a torch module, sorted by name.
 
     Tied parameters count once. Bytes are those of the dtype in memory, so the digest says with which precision the
-    model ran. Where the weights are changes nothing: offloaded ones are read, and parts on several ranks gathered (all
-    ranks call this).
+    model ran; with a torch `dtype`, those that it would have, loaded in that. Where the weights are changes nothing:
+    offloaded ones are read, and parts on several ranks gathered (all ranks call this).
     """
     import torch
 
@@ -89,7 +89,7 @@ def weights_digest(model: Any) -> str:
 
     h = hashlib.sha256()
     for name, parameter in iter_parameters(model):
-        tensor = parameter.to("cpu").contiguous()
+        tensor = parameter.to("cpu", dtype if parameter.is_floating_point() else None).contiguous()
         h.update(f"{name} {tensor.dtype} {list(tensor.shape)}\n".encode())
         h.update(tensor.reshape(-1).view(torch.uint8).numpy().data)
     return h.hexdigest()

@@ -24,7 +24,7 @@ from memopd_trace.rules.batch import Array, Batch, Bools, Ints
 from memopd_trace.rules.registry import Hit
 from memopd_trace.rules.rowindex import RowIndex, digest_cells, digest_hex
 from memopd_trace.rules.state import DIGESTED
-from memopd_trace.schema import COLUMN, RECORDED
+from memopd_trace.schema import COLUMN, PERSISTENT_HISTORY, RECORDED
 from memopd_trace.scorefolder import HEAD, ScoresFolder
 from memopd_trace.tiers import rebuild
 
@@ -97,6 +97,12 @@ class ScoresContext:
     def run(self) -> ScoresMetadata:
         """What the run is."""
         return self.folder.metadata
+
+    @property
+    def of_every_row(self) -> bool:
+        """Whether every row has the run's view: the recorded states, or what is built without a file."""
+        of_file = self.views is not None and self.run.view in self.views.metadata.views
+        return self.run.view in (RECORDED, PERSISTENT_HISTORY) and not of_file
 
     def head(self) -> Any:
         """The stored output head (`memopd_scorer.signals.Head`), unchecked; needs the extra `score`."""

@@ -160,7 +160,8 @@ def temperature(file: ScoresContext) -> Iterator[Hit]:
 def _partly_known(file: ScoresContext) -> str | None:
     if len(file.rows) < len(file.folder.files):
         return "not every shard could be read"
-    return None if file.run.view == RECORDED or file.views is not None else "which rows have the view needs --views"
+    known = file.of_every_row or file.views is not None
+    return None if known else "which rows have the view needs --views"
 
 
 @rule(
@@ -175,7 +176,7 @@ def _partly_known(file: ScoresContext) -> str | None:
 def missing(file: ScoresContext) -> Iterator[Hit]:
     """Hits carry the row of the trace, in its own file."""
     lacking = file.index.trained(file.run.teacher.head.size) - file.covered
-    if file.run.view != RECORDED and file.views is not None:
+    if not file.of_every_row and file.views is not None:
         lacking[file.views.digests_of(file.run.view) == b""] = 0
     for at in np.flatnonzero(lacking > 0):
         yield Hit(int(at), f"{lacking[at]} tokens to be trained have no score in '{file.folder.path}'", "output_index")

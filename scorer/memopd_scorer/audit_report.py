@@ -2,6 +2,8 @@
 
     audit_version      "1": names and meanings below hold; further names may be added under the same version
     model, model_id    the model that ran, and which of the trace's models it stands for
+    weights            `same` as those that the trace records for it (`weights_digest`), `other`, or `unknown`: none is
+                       recorded, or it cannot be compared
     probe              in which layout the model is exact, and why
     attention          the attention backend, and why it
     clip_epsilon       the epsilon of `false_clip_rate`
@@ -100,6 +102,7 @@ class AuditReport:
 
     model: str
     model_id: str
+    weights: str
     probe: str
     attention: str
     clip_epsilon: float
@@ -164,6 +167,7 @@ class AuditReport:
             "audit_version": AUDIT_VERSION,
             "model": self.model,
             "model_id": self.model_id,
+            "weights": self.weights,
             "probe": self.probe,
             "attention": self.attention,
             "clip_epsilon": self.clip_epsilon,

@@ -27,6 +27,7 @@ def print_audit(report: AuditReport, console: Console) -> None:
     """Print what a person needs of it; 80 columns are enough for labels of up to 23 characters."""
     console.print(_comparisons(report))
     lines = [f"explanation: {explain(report)[1]}", *_moments(report), *_shifts(report), *_left_out(report)]
+    lines += _verdict(report)
     for line in lines:
         console.print(printable(line, limit=None), markup=False, highlight=False, soft_wrap=True)
     if report.worst and report.recorded.max_abs > 0:
@@ -83,6 +84,13 @@ def _evidence(evidence: Evidence) -> str:
     times = evidence.times_closer
     fit = f"{times:.2g} times closer" if times >= 1 else f"{1 / times:.2g} times farther"
     return f"mean |Δ| {here:.1e} instead of {there:.1e} nats over {evidence.pairs:,} tokens ({fit})"
+
+
+def _verdict(report: AuditReport) -> Iterator[str]:
+    weights = {"same": "those that the trace records", "other": "not those that the trace records"}
+    yield f"weights: {weights.get(report.weights, 'cannot be compared with any that the trace records')}"
+    if not report.limits.to_json():
+        yield "nothing was judged: no limit was given (--max-abs, --max-p99, --max-false-clips)"
 
 
 def _left_out(report: AuditReport) -> Iterator[str]:

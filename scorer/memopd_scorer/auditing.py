@@ -19,6 +19,7 @@ from __future__ import annotations
 import functools
 import itertools
 import os
+import re
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -26,6 +27,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from memopd_scorer.audit_labels import depths_of, labels_of, parts_of
 from memopd_scorer.audit_report import AGAINST_TABLES, TABLES, Against, AuditReport, Limits
@@ -33,11 +35,12 @@ from memopd_scorer.audit_tally import FLOATS, Differences, Evidence, Table, Tall
 from memopd_scorer.plan import Layout, Pack, iter_groups, plan_states
 from memopd_scorer.signals import iter_chunks
 from memopd_scorer.states import State, state_of
-from memopd_scorer.teacher import LoadedModel, check_trace, load
+from memopd_scorer.teacher import DTYPES, LoadedModel, check_trace, load
 from memopd_trace.behaviour import Behaviour, behaviour_of
 from memopd_trace.errors import InputError, UsageError
 from memopd_trace.invocation import IDS, Invocation, group_episodes
-from memopd_trace.metadata import TraceMetadata
+from memopd_trace.metadata import Model, TraceMetadata
+from memopd_trace.record.fingerprint import weights_digest
 from memopd_trace.schema import RECORDED
 from memopd_trace.storage import TraceReader
 from memopd_trace.validate import require_valid
@@ -49,6 +52,7 @@ TEMPERATURES = tuple(t / 10 for t in range(1, 21))
 DIVIDED, KEPT_MASS = "log-probabilities divided by the temperature", "kept log-mass not to be added"
 IN_PLACE = "in an episode with rows generated in place, which have no flattened history"
 NO_LOGPROB, NO_TARGET = "a null log-probability", "an id beyond the tokenizer, or nothing before the token"
+DIGEST = re.compile(r"[0-9a-f]{64}")  # what `weights_digest` makes; of another text nothing can be told
 Key = tuple[str, int]
 
 
@@ -102,6 +106,7 @@ def audit(
     return AuditReport(
         model=model.name,
         model_id=model_id,
+        weights=weights_of(model.model, reader.metadata.models[model_id]),
         probe=model.capability.reason,
         attention=model.describe_attention(),
         clip_epsilon=epsilon,
@@ -162,6 +167,24 @@ def _one_model(reader: TraceReader, model_id: str | None) -> str:
             hint="name it with --model-id",
         )
     return model_id
+
+
+def weights_of(model: PreTrainedModel, described: Model) -> str:
+    """`same`, `other`, or `unknown`: whether a loaded model has the weights that a trace records for its model, or for
+    one of its policies. A digest is of values in the recorded dtype: a model that was loaded in fewer bits cannot
+    tell, nor one of which some parts stay in float32 whatever the dtype."""
+    policies = described.policies.values()
+    known = {d for d in (described.weights_digest, *(p.weights_digest for p in policies)) if d and DIGEST.fullmatch(d)}
+    if not known:
+        return "unknown"
+    recorded = DTYPES.get(described.dtype or "", model.dtype)
+    if recorded == model.dtype:
+        return "same" if weights_digest(model) in known else "other"
+    if weights_digest(model, recorded) in known:
+        return "same"
+    mixed = model._keep_in_fp32_modules or model._keep_in_fp32_modules_strict
+    tells = torch.promote_types(recorded, model.dtype) == model.dtype and not mixed
+    return "other" if tells else "unknown"
 
 
 def _check_tokenizers(metadata: TraceMetadata, model: LoadedModel, model_id: str, against: str | None) -> None:

@@ -35,8 +35,18 @@ class ModelCost:
         """The cost of a model folder's decoder.
 
         Raises:
-            InputError: `E-MODEL-LOAD` when the folder holds no config of a decoder.
+            InputError: `E-MODEL-LOAD` when it is no folder here, or holds no config of a decoder.
         """
+        try:
+            there = (model / "config.json").is_file()
+        except OSError:  # a folder that may not be looked into
+            there = False
+        if not there:
+            raise InputError(
+                f"{model}: no local folder with a config.json",
+                code="E-MODEL-LOAD",
+                hint="a plan fetches nothing: give the folder of a model, not a hub name or a .gguf file",
+            )
         try:
             return cls.of(json.loads((model / "config.json").read_text()))
         except (OSError, ArithmeticError, LookupError, ValueError, TypeError, AttributeError, RecursionError) as error:
@@ -73,9 +83,24 @@ class ModelCost:
             kept=kv_heads * key_and_value * layers,
         )
 
+    @property
+    def head(self) -> int:
+        """Numbers in the output head, without a bias."""
+        return self.per_row // 2
+
     def flops(self, tokens: int, pairs: int, rows: int) -> int:
         """FLOPs of one forward over a pack, or of all over a plan."""
         return self.per_token * tokens + self.per_pair * pairs + self.per_row * rows
+
+
+def topk_bytes(topk: int, size: int) -> int:
+    """Of a target's signal `topk`: ids, log-probabilities and the tail."""
+    return 8 * min(topk, size) + 4
+
+
+def full_bytes(size: int) -> int:
+    """Of a target's signal `full`: a float32 logit of each of `size` ids."""
+    return 4 * size
 
 
 def bytes_of(dtype: str) -> int:

@@ -1,7 +1,7 @@
-"""Reading scores: rows by invocation, the teacher's head, and the whole vocabulary rebuilt from both.
+"""Reading scores: rows by invocation, the teacher's head, the whole vocabulary from states and head or from logits.
 
 Nothing is believed: shards are checked against the hash in their name, the head against its digest, a few rows against
-(state, head) on opening, and every row whose vocabulary is rebuilt while it is.
+(state, head) or their logits on opening, and every row whose vocabulary is read while it is.
 
 Shape legend: M targets of a row, K chosen ids, D model width, V vocabulary (real ids), B scales of a state.
 """
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from memopd_scorer.headfile import head_is_whole, load_head
-from memopd_scorer.signals import Head
+from memopd_scorer.signals import Head, iter_chunks
 from memopd_trace.conform import iter_list_values
 from memopd_trace.errors import InputError, UsageError, printable
 from memopd_trace.metadata import ScoresMetadata
@@ -56,7 +56,7 @@ ROW_ARRAYS = tuple(f.name for f in fields(ScoreRow))[3:]
 class ScoresReader:
     """A finished scores folder: look rows up by (episode_id, invocation_index), rebuild the whole vocabulary.
 
-    Opening recomputes `logsumexp` and `logprob` of a few rows from (state, head) when states are stored.
+    Opening recomputes `logsumexp` of a few rows from (state, head) or from logits, where the folder has either.
 
     Raises:
         InputError: as `memopd_trace.scorefolder.open_scores`, or `E-SCORES-META`, `E-SCORES-DAMAGED`,
@@ -134,40 +134,61 @@ class ScoresReader:
             self._head = load_head(self.folder / HEAD, self.metadata)
         return self._head
 
-    def logprobs(self, row: ScoreRow, target_ids: np.ndarray | None = None, *, chunk: int = 256) -> Iterator[Tensor]:
+    def logprobs(
+        self, row: ScoreRow, target_ids: np.ndarray | None = None, *, chunk: int | None = None
+    ) -> Iterator[Tensor]:
         """Full-vocabulary log-probabilities of a row, [<= chunk, size] at a time, in target order; float32 (float64
-        where the states are), at the run's temperature. Each chunk is held against the stored values, and against
-        `logprob` where `target_ids` (int32 [M], the row's sampled ids in the trace) say whose it is.
+        where the states are), at the run's temperature; from the stored states, or where there are none from the
+        stored logits. `chunk` counts targets; `None` takes as many as `memopd_scorer.signals.iter_chunks` does.
+        Each chunk is held against the stored values, and against `logprob` where `target_ids` (int32 [M], the row's
+        sampled ids in the trace) say whose it is.
 
         Raises:
             InputError: `E-SCORES-CHECK` before a chunk of which any target does not fit.
-            UsageError: no states are stored.
+            UsageError: neither states nor logits are stored, or a chunk below 1.
         """
-        if row.hidden is None:
-            raise UsageError(f"{self.folder}: no states are stored", hint="score with --signal hidden")
-        for start in range(0, len(row.hidden), chunk):
-            yield self._rebuild(row, slice(start, start + chunk), target_ids)
+        if not _has_vocabulary(row):
+            hint = "score with --signal hidden or full"
+            raise UsageError(f"{self.folder}: neither states nor logits are stored", hint=hint)
+        if chunk is not None and chunk < 1:
+            raise UsageError(f"a chunk of {chunk} targets", hint="at least 1")
+        size = self.metadata.teacher.head.size
+        for start, stop in iter_chunks(len(row.logprob), size, rows=chunk):
+            yield self._rebuild(row, slice(start, stop), target_ids)
 
     def verify(self, row: ScoreRow, target_ids: np.ndarray | None = None) -> None:
-        """Rebuild the first scored token of a row, as `logprobs` does. With `target_ids`, the logit of the sampled id
-        of every other token is held against the stored values as well: that takes no vocabulary.
+        """Rebuild the first scored token of a row, as `logprobs` does, if there is what to rebuild it from. With
+        `target_ids`, the logit of the sampled id of every other token is held against the stored values as well: that
+        takes no vocabulary.
 
         Raises:
             InputError: `E-SCORES-CHECK` with the difference in nats.
         """
-        if row.hidden is None or not len(row.hidden):
+        if not _has_vocabulary(row) or not len(row.logprob):
             return
         self._rebuild(row, slice(0, 1), target_ids)
         if target_ids is not None:
-            ids_M = torch.from_numpy(target_ids.astype(np.int64))
-            logit_M = _float64(self.head().logit_of(row.hidden, ids_M)) / self.metadata.temperature
+            logit_M = self._logit_of(row, target_ids.astype(np.int64)) / self.metadata.temperature
             stored = row.logsumexp if row.hidden_logsumexp is None else row.hidden_logsumexp
             self._check_sampled(row, slice(None), logit_M - stored)
 
+    def _logits(self, row: ScoreRow, part: slice) -> Tensor:
+        """[m, V] of targets [m] of a row, from its states, or as they are stored."""
+        if row.hidden is not None:
+            return self.head().logits(row.hidden[part])
+        assert row.logits is not None
+        return torch.tensor(row.logits[part])
+
+    def _logit_of(self, row: ScoreRow, ids_M: np.ndarray) -> np.ndarray:
+        """[M] float64: the logit of one id of each target of a row."""
+        if row.hidden is not None:
+            return _float64(self.head().logit_of(row.hidden, torch.from_numpy(ids_M)))
+        assert row.logits is not None
+        return row.logits[np.arange(len(ids_M)), ids_M].astype(np.float64)
+
     def _rebuild(self, row: ScoreRow, part: slice, target_ids: np.ndarray | None) -> Tensor:
         """The log-probabilities [m, V] of targets [m] of a row, checked."""
-        assert row.hidden is not None
-        logits_MV = self.head().logits(row.hidden[part]) / self.metadata.temperature
+        logits_MV = self._logits(row, part) / self.metadata.temperature
         logsumexp_M1 = logits_MV.logsumexp(-1, keepdim=True)
         logprobs_MV = logits_MV - logsumexp_M1
         exact = row.hidden_logsumexp is None or row.hidden_kl is None
@@ -194,23 +215,27 @@ class ScoresReader:
         bad = np.flatnonzero(~(off <= limit))
         if not len(bad):
             return
-        first = bad[0]
+        first, source = bad[0], "logits" if row.hidden is None else "state and head"
         raise InputError(
             f"{self.folder}: episode '{row.episode_id}', invocation {row.invocation_index}, output "
-            f"{row.output_index[part][first]}: {name} recomputed from state and head is off by {off[first]:.2e} nats "
-            f"(limit {limit[first]:.2g})",
+            f"{row.output_index[part][first]}: {name} recomputed from {source} is off by "
+            f"{off[first]:.2e} nats (limit {limit[first]:.2g})",
             code="E-SCORES-CHECK",
-            hint="these scores are not of this head and these states; score again",
+            hint="these numbers are not of these states and this head, or of these logits; score again",
         )
 
     def _self_check(self) -> None:
-        if self.metadata.hidden_dtype is None:
+        if not {"hidden", "full"} & set(self.metadata.signals):
             return
         keys = list(self._where)
         for key in keys[:: max(1, len(keys) // SELF_CHECK_ROWS)][:SELF_CHECK_ROWS]:
             row = self.get(*key)
             assert row is not None
             self.verify(row)
+
+
+def _has_vocabulary(row: ScoreRow) -> bool:
+    return row.hidden is not None or row.logits is not None
 
 
 def _float64(values: Tensor) -> np.ndarray:

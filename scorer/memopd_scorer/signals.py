@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from memopd_scorer.cost import SAMPLED_BYTES
+from memopd_scorer.cost import SAMPLED_BYTES, full_bytes, topk_bytes
 from memopd_scorer.finish import finish_of
 from memopd_scorer.placement import whole_head
 from memopd_scorer.plan import Pack
@@ -329,9 +329,9 @@ def bytes_per_target(
 ) -> int:
     """Uncompressed bytes that one target takes in the scores table; `hidden_bytes` is an item's in the tier `exact`."""
     total = SAMPLED_BYTES
-    total += 8 * min(topk, size) + 4 if "topk" in names else 0
+    total += topk_bytes(topk, size) if "topk" in names else 0
     total += state_bytes(tier, width, hidden_bytes) if "hidden" in names else 0
-    return total + (4 * size if "full" in names else 0)
+    return total + (full_bytes(size) if "full" in names else 0)
 
 
 def describe_head(head: Head) -> dict[str, Any]:
@@ -347,8 +347,8 @@ def describe_head(head: Head) -> dict[str, Any]:
     }
 
 
-def iter_chunks(rows: int, size: int) -> Iterator[tuple[int, int]]:
-    """`[start, stop)` runs of rows whose [rows, size] logits stay within CHUNK_CELLS cells."""
-    step = max(1, CHUNK_CELLS // size)
-    for start in range(0, rows, step):
-        yield start, min(start + step, rows)
+def iter_chunks(count: int, size: int, *, rows: int | None = None) -> Iterator[tuple[int, int]]:
+    """`[start, stop)` runs of `count` rows whose [rows, size] logits stay within CHUNK_CELLS cells, or of `rows`."""
+    step = rows or max(1, CHUNK_CELLS // size)
+    for start in range(0, count, step):
+        yield start, min(start + step, count)

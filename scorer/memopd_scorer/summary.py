@@ -6,7 +6,7 @@ import hashlib
 from dataclasses import dataclass, field
 from typing import Any
 
-from memopd_scorer.cost import SAMPLED_BYTES, ModelCost
+from memopd_scorer.cost import SAMPLED_BYTES, ModelCost, full_bytes, topk_bytes
 from memopd_scorer.passes import passes_of
 from memopd_scorer.plan import Layout, Pack
 from memopd_trace.tiers import state_bytes
@@ -14,8 +14,8 @@ from memopd_trace.tiers import state_bytes
 
 @dataclass(slots=True)
 class PlanSummary:
-    """What a plan costs, counted while its packs pass by; FLOPs, and bytes of kept keys and values (`value_bytes` a
-    number), with a model's `cost`.
+    """What a plan costs, counted while its packs pass by; FLOPs, and bytes of kept keys and values and of the head
+    (`value_bytes` a number), with a model's `cost`; bytes of `topk` ids and of all logits with a vocabulary's `size`.
 
     `repeated_tokens` of the executed ones are run by an earlier pack as well; `spared_tokens` would have been, were
     there no `deep_packs`. `kept_tokens` is the most tokens whose keys and values are kept at a time. `pairs` counts
@@ -44,6 +44,8 @@ class PlanSummary:
     longest_pack: int = 0
     most_pairs: int = 0
     most_flops: int = 0
+    topk: int = 64
+    size: int | None = None
     _hash: hashlib._Hash = field(default_factory=lambda: hashlib.sha256(b"memopd-trace/plan/3"), repr=False)
 
     def add(self, pack: Pack) -> None:
@@ -95,7 +97,7 @@ class PlanSummary:
         return h.hexdigest()
 
     def to_json(self) -> dict[str, Any]:
-        """Plain data, `report_version` "1"; the last entries only with a cost."""
+        """Plain data, `report_version` "1"; the last entries only with a size, or a cost."""
         rows: dict[str, Any] = {
             "report_version": "1",
             "layout": self.layout,
@@ -118,9 +120,13 @@ class PlanSummary:
             "plan_digest": self.digest,
             "sampled_bytes": SAMPLED_BYTES * self.targets,
         }
+        if self.size is not None:
+            rows["topk_bytes"] = topk_bytes(self.topk, self.size) * self.targets
+            rows["full_bytes"] = full_bytes(self.size) * self.targets
         if self.cost is not None:
             rows["estimated_flops"] = float(self.flops)
             rows["kept_bytes"] = self.cost.kept * self.value_bytes * self.kept_tokens
+            rows["head_bytes"] = self.cost.head * self.value_bytes
             rows["hidden_bytes_bfloat16"] = 2 * self.cost.width * self.targets
             rows["hidden_bytes_float32"] = 4 * self.cost.width * self.targets
             for tier in ("float16", "int8"):

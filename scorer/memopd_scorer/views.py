@@ -39,7 +39,9 @@ def open_views(view: str, views: PathLike | None) -> ViewsReader | None:
     reader = ViewsReader(views)
     names = reader.metadata.views
     if view == RECORDED or view not in names:
-        raise UsageError(f"{views}: no view '{view}'", hint=_near(view, names, f"it names {', '.join(names) or 'none'}"))
+        raise UsageError(
+            f"{views}: no view '{view}'", hint=_near(view, names, f"it names {', '.join(names) or 'none'}")
+        )
     if "media" in reader.metadata.required_features:
         raise InputError(
             f"{views}: the views hold media, which are not fed to models yet: only text states can be run exactly",
@@ -50,7 +52,7 @@ def open_views(view: str, views: PathLike | None) -> ViewsReader | None:
 
 def _near(name: str, known: Iterable[str], otherwise: str) -> str:
     near = difflib.get_close_matches(name.lower().replace("_", "-"), known, n=1)
-    return f"did you mean '{near[0]}'? " * bool(near) + otherwise
+    return f"did you mean '{near[0]}'? {otherwise}" if near else otherwise
 
 
 def iter_states(

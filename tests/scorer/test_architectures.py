@@ -8,12 +8,24 @@ from pathlib import Path
 import pytest
 import sweep_architectures as sweep
 import transformers
-from helpers_architectures import TYPES, VARIANTS
+from helpers_architectures import OTHER_MEANINGS, TYPES, VARIANTS, kinds_in_code, kinds_of_layers, tiny_config
+from transformers import CONFIG_MAPPING
 
 from memopd_scorer.probing import Capability
 
 PAGE = Path(__file__).parents[2] / "docs" / "architectures.md"
-SAMPLE = ("llama", "gemma3_text", "gpt_oss", "deepseek_v3", "mamba", "bloom", "bert", "bert, decoder", "phi3, longrope")
+SAMPLE = (
+    "llama",
+    "gemma3_text",
+    "gpt_oss",
+    "lfm2",
+    "deepseek_v3",
+    "mamba",
+    "bloom",
+    "bert",
+    "bert, decoder",
+    "phi3, longrope",
+)
 
 
 def table() -> dict[str, tuple[str, str]]:
@@ -33,6 +45,23 @@ def test_the_page_names_every_type_and_no_type_is_silent() -> None:
     verdicts = [verdict for _, verdict in table().values()]
     assert set(verdicts) <= {"exact", "alone", "refused", "not built"}
     assert verdicts.count("exact") > 80 and verdicts.count("not built") < 20
+
+
+def test_the_tiny_models_have_every_kind_of_layer_that_a_model_of_the_type_may_have() -> None:
+    """A default LFM2 has none of the convolutions that make real ones run alone."""
+    need_its_version()
+    missing: dict[str, set[str]] = {}
+    for name in (n for n in TYPES if table()[n][1] != "not built"):
+        tiny, default = tiny_config(name), CONFIG_MAPPING[name]()
+        decoder = tiny.get_text_config(decoder=True).model_type
+        covered = kinds_of_layers(tiny).union(
+            *(kinds_of_layers(tiny_config(kind, **o)) for kind, o in VARIANTS.values() if kind in (name, decoder))
+        )
+        known = kinds_in_code(tiny) - set(OTHER_MEANINGS.get(name, ())) | kinds_of_layers(default)
+        if known - covered:
+            missing[name] = known - covered
+    assert not missing
+    assert kinds_in_code(CONFIG_MAPPING["lfm2"]()) - kinds_of_layers(CONFIG_MAPPING["lfm2"]()) == {"conv"}
 
 
 @pytest.mark.parametrize("name", SAMPLE)

@@ -9,13 +9,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 from helpers_audit import changed, make_folder, make_student, make_trace  # noqa: F401 - the fixtures
+from helpers_scorer import save_model, tiny_model
 
 from memopd_scorer import auditing
 from memopd_scorer.audit_report import Limits
 from memopd_scorer.audit_tally import Comparison
 from memopd_scorer.auditing import audit
-from memopd_scorer.teacher import LoadedModel
+from memopd_scorer.teacher import LoadedModel, load
 from memopd_trace.cli import run
+from memopd_trace.metadata import Model, Policy
+from memopd_trace.record.fingerprint import weights_digest
+from memopd_trace.storage import read, write
 
 
 def test_each_limit_that_does_not_hold_is_named_and_the_exit_code_is_1(
@@ -71,6 +75,55 @@ def test_the_text_says_what_the_json_says(
     assert len(captured.out.split("worst tokens")[1].strip().splitlines()) == 1 + 3
     assert "KL estimate" in captured.out and "epsilon 0.2" in captured.out
     assert "shifted by 1" in captured.err
+
+
+def of_weights(trace: Path, path: Path, **described: object) -> Path:
+    """The trace, with more said of its model."""
+    reader = read(trace)
+    model = reader.metadata.models["m"].model_copy(update=described)
+    write(path, reader.metadata.model_copy(update={"models": {"m": model}}), list(reader.iter_invocations()))
+    return path
+
+
+def test_the_wrong_model_is_called_so_and_limits_alone_judge(
+    trace: Path, folder: Path, student: LoadedModel, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    own, other = weights_digest(student.model), save_model(tiny_model("llama", seed=6), tmp_path / "other")
+    named = of_weights(trace, tmp_path / "named.parquet", weights_digest=own, dtype="float32")
+    command = ["audit", str(named), "--model", str(other)]
+    assert run(command) == 0, "no limit was given"
+    captured = capsys.readouterr()
+    assert "not the weights that the trace records for 'm'" in captured.err
+    assert "weights: not those that the trace records" in captured.out
+    assert "nothing was judged: no limit was given (--max-abs, --max-p99, --max-false-clips)" in captured.out
+    assert run([*command, "--max-false-clips", "0.01"]) == 1
+    assert "nothing was judged" not in capsys.readouterr().out
+    assert run([*command, "--format", "json"]) == 0
+    assert json.loads(capsys.readouterr().out)["weights"] == "other"
+    assert run(["audit", str(named), "--model", str(folder), "--format", "json"]) == 0
+    captured = capsys.readouterr()
+    assert (json.loads(captured.out)["weights"], captured.err) == ("same", "")
+
+
+def test_weights_are_compared_in_the_recorded_dtype(student: LoadedModel, folder: Path) -> None:
+    half, stranger = load(folder, dtype="bfloat16").model, tiny_model("llama", seed=6)
+    tokenizer, full = student.tokenizer, weights_digest(student.model)
+    in_half = Model(name="m", tokenizer=tokenizer, dtype="bfloat16", weights_digest=weights_digest(half))
+    in_full = Model(name="m", tokenizer=tokenizer, dtype="float32", weights_digest=full)
+    for model, described, verdict in (
+        (student.model, in_full, "same"),
+        (student.model, in_half, "same"),
+        (half, in_half, "same"),
+        (half, in_full, "unknown"),
+        (stranger, in_half, "other"),
+        (stranger, in_full, "other"),
+    ):
+        assert auditing.weights_of(model, described) == verdict
+    policies = {"0": Policy(weights_digest="0" * 64), "1": Policy(weights_digest=full)}
+    of_a_policy = in_full.model_copy(update={"weights_digest": None, "policies": policies})
+    assert auditing.weights_of(student.model, of_a_policy) == "same"
+    for digest in (None, "v7"):
+        assert auditing.weights_of(student.model, in_full.model_copy(update={"weights_digest": digest})) == "unknown"
 
 
 @pytest.mark.parametrize(("name", "begins"), [("a.png", b"\x89PNG"), ("a.svg", b"<?xml")])

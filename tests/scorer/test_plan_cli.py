@@ -11,8 +11,9 @@ import pytest
 
 from memopd_trace.cli import run
 from memopd_trace.invocation import Invocation
-from memopd_trace.metadata import Model, Producer, Tokenizer, TraceMetadata
+from memopd_trace.metadata import Model, Producer, Tokenizer, TraceMetadata, ViewInfo, ViewsMetadata
 from memopd_trace.storage import read, write
+from memopd_trace.viewfile import View, ViewsWriter
 
 CONFIG = {"hidden_size": 8, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 16, "vocab_size": 50}
 
@@ -65,8 +66,11 @@ def test_a_plan_in_json_has_these_names_and_numbers(toy: tuple[Path, Path], caps
         "balance_pairs": 1.0,
         "balance_flops": 1.0,
         "sampled_bytes": 16 * 12,
+        "topk_bytes": (8 * 50 + 4) * 12,
+        "full_bytes": 4 * 50 * 12,
         "estimated_flops": 2.0 * weights * 18 + 4 * 2 * 4 * 2 * 66 + 2 * 8 * 50 * 8,
         "kept_bytes": 0,
+        "head_bytes": 4 * 50 * 8,
         "hidden_bytes_bfloat16": 2 * 8 * 12,
         "hidden_bytes_float32": 4 * 8 * 12,
         "hidden_bytes_states_float16": (2 * 8 + 4 + 8) * 12,
@@ -82,9 +86,44 @@ def test_without_a_teacher_there_are_no_flops_and_no_bytes_of_states(
 ) -> None:
     assert run(["plan", str(toy[0]), "--format", "json"]) == 0
     printed = json.loads(capsys.readouterr().out)
-    assert not [name for name in printed if "flops" in name or "hidden" in name]
+    assert not [name for name in printed if "flops" in name or "hidden" in name or "head" in name]
     assert run(["plan", str(toy[0])]) == 0
-    assert "executed tokens" in capsys.readouterr().out
+    names = [line.split("  ")[0] for line in capsys.readouterr().out.splitlines()]
+    assert names[:4] == ["logical tokens", "executed tokens", "sharing", "sampled bytes"], "the headline comes first"
+
+
+def test_a_plan_speaks_of_the_view_that_is_asked_for(
+    toy: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = list(read(toy[0]).iter_invocations())[:3]
+    told = ViewsMetadata(producer=Producer(name="t"), tokenizer_fingerprint="f", views={"told": ViewInfo()})
+    with ViewsWriter(tmp_path / "v.parquet", told) as writer:
+        for row in rows:
+            writer.write(View.of(row, row.replace(prompt_ids=[7, 8, *row.prompt_ids]), "told"))
+    command, found = ["plan", str(toy[0]), "--format", "json", "--topk", "4"], {}
+    for view, options in {
+        "recorded": [],
+        "persistent-history": ["--view", "persistent-history"],
+        "told": ["--view", "told", "--views", str(tmp_path / "v.parquet")],
+    }.items():
+        assert run([*command, *options]) == 0
+        found[view] = json.loads(capsys.readouterr().out)
+    assert [p["invocations"] for p in found.values()] == [6, 6, 3]
+    assert found["told"]["logical_tokens"] == 3 * (2 + 5) and found["told"]["topk_bytes"] == (8 * 4 + 4) * 6
+    assert found["recorded"]["logical_tokens"] == found["persistent-history"]["logical_tokens"] == 30
+    assert len({p["plan_digest"] for p in found.values()}) == 3
+    assert run([*command, "--view", "told"]) == 2
+    assert "of which file?" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["owner/model", "nowhere", "{folder}/model/config.json"])
+def test_a_teacher_that_is_no_local_folder_is_refused_in_one_line(
+    name: str, toy: tuple[Path, Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(["plan", str(toy[0]), "--teacher", name.format(folder=toy[0].parent)]) == 3
+    printed = capsys.readouterr().err
+    assert "no local folder with a config.json" in printed and "not a hub name" in printed
+    assert "Errno" not in printed and "Traceback" not in printed
 
 
 def test_a_plan_needs_no_torch(toy: tuple[Path, Path]) -> None:

@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow.parquet as pq
@@ -21,6 +22,7 @@ from helpers_scorer import (
     tiny_model,
     write_trace,
 )
+from helpers_scores import rewritten
 
 from memopd_scorer.plan import Layout
 from memopd_scorer.scores import ScoresReader
@@ -318,6 +320,25 @@ def test_expert_routes_of_the_recorded_sequence_are_not_taken_for_the_views(
     (recorded,), (flat,) = (list(iter_states(reader, view, None)) for view in ("recorded", PERSISTENT_HISTORY))
     assert all(s.routes is not None for s in recorded)
     assert all(s.routes is None for s in flat)
+
+
+def test_scores_of_the_view_that_every_row_has_are_missed_without_a_views_file(
+    toy: tuple[Path, Path], told: Path, tmp_path: Path
+) -> None:
+    score(toy[1], toy[0], tmp_path / "s", view=PERSISTENT_HISTORY, signals=("sampled",))
+    for views in (None, told):  # the file is of other views
+        report = validate(toy[1], scores=tmp_path / "s", views=views)
+        assert report.clean, report.to_text()
+        assert {r.code: r.status for r in report.rules}["E-SCORES-MISSING"] == "pass"
+
+    def drop(row: dict[str, Any]) -> None:
+        for name in ("output_index", "logprob", "logsumexp", "entropy"):
+            row[name] = row[name][1:]
+
+    broken = rewritten(tmp_path / "s", tmp_path / "broken", drop, row=0)
+    for views in (None, told):
+        report = validate(toy[1], scores=broken, views=views)
+        assert report.codes == {"E-SCORES-MISSING"}, report.to_text()
 
 
 def test_training_takes_scores_of_a_view_only_when_asked(toy: tuple[Path, Path], tmp_path: Path) -> None:

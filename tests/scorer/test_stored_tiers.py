@@ -171,6 +171,45 @@ def test_an_altered_row_is_refused_by_the_reader_and_found_by_the_validator(
     assert "E-SCORES-CHECK" in report.codes <= {"E-SCORES-CHECK", "E-SCORES-MANIFEST"}, report.to_text()
 
 
+def test_without_states_the_vocabulary_is_read_from_the_stored_logits(
+    toy: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    score(toy[1], toy[0], tmp_path / "s", signals=("full",), max_tokens=200, shard_bytes=5_000)
+    reader, exact = ScoresReader(tmp_path / "s"), oracle(load(toy[0]).model, list(read(toy[1]).iter_episodes()))
+    monkeypatch.setattr("memopd_scorer.signals.CHUNK_CELLS", 3 * SIZE)
+    for pack, hidden_RD in exact:
+        row = reader.get(pack.states[0].episode_id, pack.states[0].invocation_index)
+        assert row is not None and row.hidden is None
+        reader.verify(row, pack.target_ids_M)
+        chunks = list(reader.logprobs(row, pack.target_ids_M))
+        assert len(chunks) > 1 and {len(c) for c in chunks[:-1]} == {3}, "as many cells as a chunk may have"
+        hidden_MD = hidden_RD[torch.from_numpy(pack.target_row_M).long()]
+        expected = head_of(load(toy[0]).model, SIZE).logits(hidden_MD).log_softmax(-1).detach()
+        torch.testing.assert_close(torch.cat(chunks), expected, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize(("change", "named"), [(roll("logits"), "logsumexp"), (roll("logprob"), "logprob")])
+def test_logits_that_are_not_those_of_the_other_numbers_are_refused(
+    change: Change, named: str, toy: tuple[Path, Path], tmp_path: Path
+) -> None:
+    score(toy[1], toy[0], tmp_path / "s", signals=("full",))
+    broken, (key, ids) = rewritten(tmp_path / "s", tmp_path / "broken", change), next(iter(target_ids(toy[1]).items()))
+    with pytest.raises(InputError, match=f"E-SCORES-CHECK.*{named} recomputed from logits"):
+        reader = ScoresReader(broken)  # what contradicts itself is refused here
+        row = reader.get(*key)
+        assert row is not None
+        list(reader.logprobs(row, ids))
+
+
+def test_without_states_and_logits_there_is_no_vocabulary(toy: tuple[Path, Path], tmp_path: Path) -> None:
+    score(toy[1], toy[0], tmp_path / "s", signals=("topk",))
+    reader = ScoresReader(tmp_path / "s")
+    row = reader.get("m0", 0)
+    assert row is not None
+    with pytest.raises(UsageError, match="neither states nor logits are stored"):
+        next(reader.logprobs(row))
+
+
 def test_a_divergence_that_was_made_smaller_is_found(
     toy: tuple[Path, Path], scored: dict[str, Path], tmp_path: Path
 ) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +12,7 @@ import torch
 from helpers_scorer import PACKABLE, PADDED, SIZE, growing_episode, memory_episode, save_model, tiny_model
 from safetensors.torch import load_file, save_file
 from torch import nn
-from transformers import BertConfig, BertLMHeadModel, PreTrainedModel
+from transformers import AutoModelForCausalLM, BertConfig, BertLMHeadModel, PreTrainedModel
 
 from memopd_scorer.attention import UnsupportedAttentionError, states_at_rows
 from memopd_scorer.plan import plan
@@ -276,6 +277,29 @@ def test_a_missing_local_folder_is_not_looked_for_elsewhere(tmp_path: Path, monk
     (tmp_path / "models").mkdir()
     with pytest.raises(InputError, match="no such folder: models/teacher"):
         load("models/teacher")
+
+
+def test_a_name_that_the_hub_does_not_give_is_one_line_without_its_retries(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Told(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            told.append(record.getMessage())
+
+    def unreachable(*_: object, **__: object) -> None:
+        logging.getLogger("huggingface_hub.utils._http").warning("Retrying in 1s")
+        raise OSError("We couldn't connect\nto the hub")
+
+    told: list[str] = []
+    handler, hub = Told(), logging.getLogger("huggingface_hub")
+    hub.addHandler(handler)
+    try:
+        monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", unreachable)
+        with pytest.raises(InputError, match="no such folder is here, and from the hub: We couldn't connect "):
+            load("nomodels/teacher")
+        assert told == []
+        logging.getLogger("huggingface_hub.utils._http").warning("heard again")
+        assert told == ["heard again"]
+    finally:
+        hub.removeHandler(handler)
 
 
 def test_a_model_with_few_positions_is_probed_within_them() -> None:

@@ -40,9 +40,12 @@ def test_the_whole_pipeline_on_the_real_pair(
     assert (Path(rows["checkpoint"]) / "model.safetensors").is_file()
     assert all(memory_was_copied(e.invocations) for e in read(out / "train.parquet").iter_episodes())
 
-    again = module.demo(out)  # everything is there: no stage does its work again, the numbers are the same
+    told: list[tuple[str, float | None]] = []
+    # everything is there: no stage does its work again, the numbers are the same
+    again = module.demo(out, on_stage=lambda *stage: told.append(stage))
     assert again.rows == rows
     assert again.seconds["rollouts"] < 1
+    assert told == [each for name, s in again.seconds.items() for each in ((name, None), (name, s))], "begin and end"
 
 
 def memory_was_copied(calls: tuple[Invocation, ...]) -> bool:

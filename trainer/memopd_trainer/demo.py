@@ -44,7 +44,7 @@ MAX_TOKENS = 2048
 SEED = 0
 REPORT = "report.json"
 
-OnStage = Callable[[str, float], None]
+OnStage = Callable[[str, float | None], None]
 
 
 @dataclass(slots=True)
@@ -57,7 +57,8 @@ class DemoReport:
 
     @contextmanager
     def stage(self, name: str, on_stage: OnStage) -> Iterator[None]:
-        """Time one stage, and tell of its end."""
+        """Time one stage, and tell of its begin (`None` seconds) and its end."""
+        on_stage(name, None)
         began = time.perf_counter()
         yield
         self.seconds[name] = time.perf_counter() - began

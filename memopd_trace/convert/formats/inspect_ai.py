@@ -18,7 +18,7 @@ from memopd_trace.convert.fields import Fields
 from memopd_trace.convert.format import Format
 from memopd_trace.convert.losses import BrokenRecord, Issue, Losses, NotACall
 from memopd_trace.convert.records import Record, json_records
-from memopd_trace.convert.transcript import each_of
+from memopd_trace.convert.transcript import each_of, plain_content
 from memopd_trace.invocation import Sampling
 
 REFERENCES = ("attachment://", "tc://")
@@ -267,8 +267,7 @@ class _Sample:
                 parts.append({"type": "text", "text": part.get("text")})
             else:
                 parts.append(part)
-        bare = len(parts) == 1 and isinstance(parts[0], dict) and isinstance(parts[0].get("text"), str)
-        return (parts[0]["text"] if bare else parts or ""), "\n".join(thoughts)
+        return plain_content(parts), "\n".join(thoughts)
 
 
 def _items(value: Any) -> list[Any]:

@@ -19,7 +19,7 @@ from memopd_trace.convert.fields import Fields
 from memopd_trace.convert.format import Format
 from memopd_trace.convert.losses import BrokenRecord, Issue, Losses, NotACall
 from memopd_trace.convert.records import Record
-from memopd_trace.convert.transcript import gathered, is_reasoned
+from memopd_trace.convert.transcript import gathered, is_reasoned, plain_content
 from memopd_trace.invocation import Sampling
 
 ONE_EVENT = re.compile(r"(?:event-)?\d+(?:-[0-9a-fA-F-]+)?\.json(?:\.gz|\.zst)?")
@@ -74,7 +74,7 @@ def read(value: Any, losses: Losses) -> Iterator[Draft]:
 def _conversation(stream: Stream, parts: list[Record], record: Fields | None = None) -> Iterator[Draft]:
     losses, name = stream.losses, stream.losses.place
     for part in parts:
-        stream.place = part.place
+        losses.place = part.place
         try:
             stream.event(Fields(part.value, losses))
         except BrokenRecord as error:
@@ -83,7 +83,7 @@ def _conversation(stream: Stream, parts: list[Record], record: Fields | None = N
             losses.broke(Issue(part.place, str(error)))
         except NotACall as reason:
             if stream.strict:
-                losses.degrade(f"no call: {reason}", part.place)
+                losses.degrade(f"no call: {reason}")
             else:
                 losses.skip(str(reason))
     losses.place = name
@@ -116,7 +116,6 @@ class Stream:
 
     losses: Losses
     strict: bool = False
-    place: str = ""
     calls: list[Call] = field(default_factory=list)
     context: list[_Seen] = field(default_factory=list)
     known: set[str] = field(default_factory=set)
@@ -153,13 +152,13 @@ class Stream:
         if kind == "TokenEvent":
             self._ids(event)
         elif kind == "Condensation":
-            self._condense(event, key)
+            self._condense(event, key, appends=False)
         elif kind == "SystemPromptEvent":
             prompt = event.fields("system_prompt")
             parts = [prompt.value] if prompt else []
             more = event.fields("dynamic_context")
             parts += [more.value] if more else []
-            self._see(key, {"role": "system", "content": _parts(parts)})
+            self._see(key, {"role": "system", "content": plain_content(parts)})
             tools = [t.value for t in event.each("tools")]
             self.tools = [t for t in tools if "function" in t] or None
             if tools and self.tools is None:
@@ -169,7 +168,7 @@ class Stream:
             if message is None:
                 raise BrokenRecord("a message without 'llm_message'")
             content = [*_listed(message.any("content")), *(event.items("extended_content") or ())]
-            self._see(key, {"role": message.text("role") or "user", "content": _parts(content)})
+            self._see(key, {"role": message.text("role") or "user", "content": plain_content(content)})
         elif kind == "CondensationSummaryEvent":
             self._see(key, {"role": "user", "content": event.text("summary") or ""})
         elif "tool_call_id" in event:
@@ -193,7 +192,7 @@ class Stream:
             self.context.append(_Seen(key, None))
             return
         answer: dict[str, Any] = {"role": "assistant"}
-        answer["content"] = _parts(source.any("content" if kind == "MessageEvent" else "thought") or ())
+        answer["content"] = plain_content(source.any("content" if kind == "MessageEvent" else "thought") or ())
         if reasoning := source.text("reasoning_content"):
             answer["reasoning_content"] = reasoning
         if tool_calls:
@@ -205,7 +204,7 @@ class Stream:
     def _ids(self, event: Fields) -> None:
         """The ids of the call in front of it."""
         if not self.calls or self.calls[-1].prompt_ids is not None:
-            self.losses.degrade("a token event that follows no call", self.place)
+            self.losses.degrade("a token event that follows no call")
             return
         call = self.calls[-1]
         call.prompt_ids, call.output_ids = event.ids("prompt_token_ids"), event.ids("response_token_ids")
@@ -253,7 +252,7 @@ class Stream:
         elif action == "run" and args is not None:
             self._see(key, {"role": "user", "content": f"User executed the command:\n{args.text('command') or ''}"})
         elif event.peek("observation") == "recall":
-            self.losses.degrade("what was recalled is not in the log as the model read it", self.place)
+            self.losses.degrade("what was recalled is not in the log as the model read it")
             self.context.append(_Seen(key, None))
         elif isinstance(event.peek("observation"), str) and event.peek("observation") not in UNSEEN:
             self._see(key, _v0_result(event))
@@ -295,7 +294,7 @@ class Stream:
     def _call(self, key: str | None, answer: Any, event: Fields) -> Call:
         context = [s.message for s in self.context if s.message is not None]
         call = Call(
-            place=self.place,
+            place=self.losses.place,
             key=key,
             model=self.model,
             sampling=self.sampling,
@@ -310,8 +309,8 @@ class Stream:
         self.calls.append(call)
         return call
 
-    def _condense(self, event: Fields, key: str | None) -> None:
-        """Forget events, and put a summary in their place."""
+    def _condense(self, event: Fields, key: str | None, appends: bool = True) -> None:
+        """Forget events, and put a summary in their place; one without a place is shown at the end, or not at all."""
         gone = {str(i) for i in event.items("forgotten_event_ids") or ()}
         first, last = event.whole("forgotten_events_start_id"), event.whole("forgotten_events_end_id")
         summary, offset = event.text("summary"), event.whole("summary_offset")
@@ -322,12 +321,14 @@ class Stream:
         if summary is not None and unnamed:
             gone |= {s.key for s in self.context if s.key and s.key.endswith("-summary")}
         self.context = [s for s in self.context if s.key is None or s.key not in gone]
-        if summary is not None:
+        if summary is not None and (appends or offset is not None):
             at = len(self.context) if offset is None else max(0, min(offset, len(self.context)))
             self.context.insert(at, _Seen(f"{key}-summary", {"role": "user", "content": summary}))
             self.known.add(f"{key}-summary")
+            self.rewritten = "summary"
             self.losses.gap("lost_calls", "the call that wrote a summary")
-        self.rewritten = "elide" if summary is None else "summary"
+        else:
+            self.rewritten = "elide"
 
     def _see(self, key: str | None, message: dict[str, Any]) -> None:
         self.context.append(_Seen(key, message))
@@ -348,17 +349,6 @@ def _listed(content: Any) -> list[Any]:
     raise BrokenRecord("a content is neither text nor a list of parts")
 
 
-def _parts(content: Any) -> Any:
-    """A content of parts, text parts bare; no part is an empty text."""
-    if isinstance(content, str):
-        return content
-    if not isinstance(content, list | tuple):
-        raise BrokenRecord("a content is neither text nor a list of parts")
-    bare = [{"type": "text", "text": p["text"]} if isinstance(p, dict) and isinstance(p.get("text"), str) else p
-            for p in content]  # fmt: skip
-    return bare[0]["text"] if len(bare) == 1 and isinstance(bare[0], dict) and "text" in bare[0] else bare or ""
-
-
 def _tool_call(call: Fields) -> dict[str, Any]:
     """A tool call of the chat form, out of one, or of the SDK's own."""
     function = call.fields("function") or call
@@ -375,7 +365,7 @@ def _sdk_result(event: Fields, kind: str) -> dict[str, Any]:
     if kind == "UserRejectObservation":
         content: Any = f"Action rejected: {event.text('rejection_reason') or ''}"
     elif observation is not None:
-        content = _parts([*_listed(observation.any("content")), *(event.items("extended_content") or ())])
+        content = plain_content([*_listed(observation.any("content")), *(event.items("extended_content") or ())])
     else:
         content = event.text("error") or ""
     return {"role": "tool", "tool_call_id": event.name("tool_call_id"), "content": content}

@@ -12,7 +12,7 @@ from memopd_trace.convert.format import Format
 from memopd_trace.convert.formats.otel import messages_of
 from memopd_trace.convert.losses import Losses, NotACall
 from memopd_trace.convert.spans import Span, from_json, numbered, records, span_of
-from memopd_trace.convert.transcript import is_reasoned
+from memopd_trace.convert.transcript import is_reasoned, plain_content
 
 
 def read(value: Any, losses: Losses) -> Iterator[Draft]:
@@ -62,10 +62,7 @@ def _message(message: Fields) -> dict[str, Any]:
             parts.append({"type": "text", "text": text})
         else:
             parts.append({"type": kind})
-    if isinstance(content, str) or not parts:
-        found["content"] = content if isinstance(content, str) else ""
-    else:
-        found["content"] = parts[0]["text"] if len(parts) == 1 and "text" in parts[0] else parts
+    found["content"] = content if isinstance(content, str) else plain_content(parts)
     if thoughts:
         found["reasoning_content"] = "\n".join(thoughts)
     calls = [

@@ -12,7 +12,7 @@ from memopd_trace.convert.fields import Fields
 from memopd_trace.convert.format import Format
 from memopd_trace.convert.losses import BrokenRecord, Losses, NotACall
 from memopd_trace.convert.spans import Span, from_json, numbered, records, span_of
-from memopd_trace.convert.transcript import is_reasoned
+from memopd_trace.convert.transcript import is_reasoned, plain_content
 from memopd_trace.invocation import Sampling
 
 CALLS = ("chat", "generate_content", "text_completion", "completion")
@@ -148,8 +148,7 @@ def messages_of(value: Any, losses: Losses) -> list[dict[str, Any]]:
         else:
             answer["content"].append({"type": kind})
     parts = answer["content"]
-    bare = len(parts) == 1 and isinstance(parts[0].get("text"), str)
-    answer["content"] = parts[0]["text"] if bare else parts or ""
+    answer["content"] = plain_content(parts)
     return results + ([answer] if parts or len(answer) > 2 or not results else [])
 
 

@@ -39,11 +39,10 @@ def _episode(record: Fields) -> list[Draft]:
     why = record.text("termination_reason")
     drafts = []
     for number, trajectory in enumerate(trajectories):
-        own = trajectory.name("uid") or str(number)
-        whole = name is None
-        base = name or record.losses.place
-        episode = base if len(trajectories) == 1 else f"{base}/{own}"
-        draft = _trajectory(trajectory, episode, (name or "").rpartition(":")[0] or None, whole)
+        own = trajectory.name("uid")  # an episode's id comes again each epoch, a trajectory's does not
+        parts = [name or record.losses.place, own or (str(number) if len(trajectories) > 1 else None)]
+        episode = "/".join(p for p in parts if p)
+        draft = _trajectory(trajectory, episode, (name or "").rpartition(":")[0] or None, own is None)
         draft.terminated, draft.truncated = why in ENDED or None, why in CUT or None
         drafts.append(draft)
     if not any(draft.calls for draft in drafts):

@@ -72,6 +72,9 @@ def _line(record: Fields) -> Draft:
     stepwise = row.peek("is_last_step") is not None
     whole = name is None or not stepwise
     draft = Draft(episode_id=name or record.losses.place, whole=whole, group_id=instance, task_id=instance)
+    step = row.name("global_step")
+    if name is not None and step is not None:
+        draft.episode_id = f"{step}/{name}"
     _add(draft, row, f"{record.losses.place}/")
     return draft
 
@@ -155,5 +158,5 @@ FORMAT = Format(
     read=read,
     unsaid=("no_logprob_kind", "no_model", "no_sampling", "no_policy_version"),
     note="Write `GeneratorOutput` as JSON, a batch or a row a line. With `step_wise_trajectories` it holds each call "
-    "as it was; without, one sequence for each rollout.",
+    "as it was; without, one sequence for each rollout. Rows of several training steps need a `global_step`.",
 )

@@ -45,9 +45,9 @@ def records(files: Iterable[Path]) -> Iterator[Record | Issue]:
         if not isinstance(samples, list) or not samples:
             yield Issue(str(file), "holds no list 'samples'")
             continue
-        step = whole.get("rollout_id") if isinstance(whole, dict) else None
+        shared = {n: v for n, v in whole.items() if n != "samples"} if isinstance(whole, dict) else {}
         for number, sample in enumerate(samples):
-            yield Record(f"{file}[{number}]", {"step": step, "sample": sample})
+            yield Record(f"{file}[{number}]", {**shared, "step": file.stem, "sample": sample})
 
 
 def _load(file: Path) -> Any:
@@ -129,7 +129,7 @@ def read(value: Any, losses: Losses) -> Iterator[Draft]:
     draft = Draft(episode_id=name or losses.place, whole=own is None)
     draft.group_id = group if group is None or step is None else f"{step}/{group}"
     status = sample.text("status")
-    draft.calls = _calls(sample, number or losses.place)
+    draft.calls = _calls(sample, losses.place)
     draft.calls[-1].finish_reason = FINISH.get(status or "")
     if sample.flag("remove_sample"):
         losses.degrade("a sample that is not trained on")

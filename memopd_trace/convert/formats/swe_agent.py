@@ -62,7 +62,7 @@ def _of_steps(steps: list[Fields], history: list[Fields], losses: Losses) -> lis
             answer = chat_message(said[at])
             at += 1
         else:
-            losses.degrade("an answer's tool calls are not in the history", f"{losses.place} {step.path}")
+            losses.degrade("an answer's tool calls are not in the history", step.path)
         calls.append(
             Call(
                 place=f"{losses.place} {step.path}",
