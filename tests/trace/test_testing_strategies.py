@@ -127,7 +127,8 @@ def test_the_examples_run_as_they_stand(tmp_path: Path) -> None:
     ours = names | {"our_writer": our_writer}
     exec(textwrap.dedent(block), ours)
     readme = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
-    exec(readme.split("```python\n")[2].split("```")[0], others := {"our_writer": our_writer})
+    (block,) = [b for b in readme.split("```python\n")[1:] if b.startswith("from hypothesis")]
+    exec(block.split("```")[0], others := {"our_writer": our_writer})
     few = settings(max_examples=4, deadline=None)
     few(ours["test_what_we_write_is_valid"])(our_folder=tmp_path)
     few(ours["test_we_read_every_trace"])(our_folder=tmp_path)
