@@ -60,6 +60,7 @@ def score(order: Order, *, as_one: bool) -> ScoreResult:
                     writer.write_shard(number, results)
             tallies = [Tally(*each) for each in team.gather(astuple(run.tally))]
             if team.leads:
+                order.on_pack(run.planned.plan.packs, run.planned.plan.packs)  # others' last were maybe not seen
                 writer.finish(run.planned)
             team.meet()
     if torch.distributed.is_initialized() and not grouped:  # by Transformers, for tensor parallelism
