@@ -40,6 +40,22 @@ HEAD, MAX_HEADS = 8, 32  # characters by which the head of a cut text is looked 
 THINKING = re.compile(r"<(think|thinking|reasoning)>|\[THINK\]")
 SHOWN = 40  # characters of a text in a message
 
+HEADER = 16  # ids: a template's header may be as long; a shared beginning that is no longer says nothing
+# What a difference of ids says was done to a context, for logs and clients that do not declare it.
+REWRITE_KINDS: dict[Cause, str] = {
+    "truncated_left": "truncate_left",
+    "elided": "elide",
+    "cut_short": "rewind",
+    "stripped_thinking": "strip_thinking",
+    "retokenised": "reencode",
+    "placeholder": "reencode",
+    "whitespace": "reencode",
+    "separator": "reencode",
+    "controls": "reencode",
+    "reserialised": "reserialise",
+    "double_encoded": "reserialise",
+}
+
 Found = tuple[Cause, str] | None
 
 

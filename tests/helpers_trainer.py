@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from helpers_scorer import SIZE, compute_in_float64, memory_episode, metadata_for, save_model, tiny_model
 from transformers import PreTrainedModel
@@ -16,8 +17,10 @@ from memopd_scorer.plan import plan
 from memopd_scorer.scoring import score
 from memopd_scorer.signals import head_of
 from memopd_scorer.teacher import LoadedModel, load
+from memopd_trace.errors import InputError, TraceError
 from memopd_trace.invocation import Episode, Invocation, Sampling
 from memopd_trace.storage import write
+from memopd_trainer.batch import load_rollouts
 from memopd_trainer.config import TrainConfig, parse_config
 
 NOISE = 0.01  # how far the student has moved from the weights that sampled the rollouts
@@ -152,3 +155,11 @@ def equal_weights(a: Path, b: Path) -> bool:
     """Bit for bit."""
     left, right = weights_of(a), weights_of(b)
     return left.keys() == right.keys() and all(torch.equal(left[k], right[k]) for k in left)
+
+
+def code_of(trace: Path, scores: Path | None, *, policy: bool = True) -> str:
+    """The code with which rollouts are refused."""
+    with pytest.raises(TraceError) as caught:
+        load_rollouts(trace, scores, policy=policy)
+    assert isinstance(caught.value, InputError) and caught.value.code is not None
+    return caught.value.code

@@ -19,30 +19,16 @@ from typing import Any
 
 import numpy as np
 
-from memopd_trace.causes import explain
+from memopd_trace.causes import HEADER, REWRITE_KINDS, explain
 from memopd_trace.convert.losses import Losses
 from memopd_trace.invocation import IDS, Invocation
-from memopd_trace.lineage import Cause, common_prefix, explain_difference, inherited
+from memopd_trace.lineage import common_prefix, explain_difference, inherited
 from memopd_trace.pieces import Pieces
 
-HEADER = 16  # ids: a template's header may be as long; a shared prefix that is no longer says nothing
 MAX_COMPARED = 64  # earlier calls, the latest, with which a prompt that extends none is compared
 NEVER = 2**62  # a length that no prompt has
 MARKS = 2  # ids of an output in front of its reasoning, at most: a mark and a line break
 TWICE = "a prompt that was answered before: not told whether it is a second try"
-KINDS: dict[Cause, str] = {
-    "retokenised": "reencode",
-    "placeholder": "reencode",
-    "separator": "reencode",
-    "whitespace": "reencode",
-    "controls": "reencode",
-    "reserialised": "reserialise",
-    "double_encoded": "reserialise",
-    "stripped_thinking": "strip_thinking",
-    "truncated_left": "truncate_left",
-    "elided": "elide",
-    "cut_short": "rewind",
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,7 +184,7 @@ def rewrite_kind(parent: Invocation, child: Invocation, reasoned: bool, losses: 
         if reasoned and _without_reasoning(parent, child):
             return "strip_thinking"
         difference = explain_difference(parent.sequence_ids, child.prompt_ids)
-    kind = KINDS.get(difference.cause, "opaque")
+    kind = REWRITE_KINDS.get(difference.cause, "opaque")
     if kind == "opaque":
         losses.degrade("a rewrite of an unknown kind", f"{child.name}: {difference.cause}: {difference.detail}")
     return kind

@@ -91,6 +91,16 @@ def answers(
     return calls, loose
 
 
+def count_lost_calls(draft: Draft, info: Fields, losses: Losses) -> None:
+    """Note as a gap what `model_stats.api_calls` counts beyond the calls that are in the log."""
+    stats = info.fields("model_stats")
+    asked = stats.whole("api_calls") if stats else None
+    if asked is not None and asked > len(draft.calls):
+        losses.gap(
+            "lost_calls", f"{asked} calls were made, {len(draft.calls)} are in the log", asked - len(draft.calls)
+        )
+
+
 def each_of(record: Record, name: str, shared: Sequence[str]) -> Iterator[Record]:
     """Of a record with a list `name`, one for each `item` of it, with the `shared` fields beside; the first one has the
     `rest` too. So a broken item costs no other. `at` is where it stood."""

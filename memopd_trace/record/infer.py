@@ -13,25 +13,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from memopd_trace.causes import explain
+from memopd_trace.causes import HEADER, REWRITE_KINDS, explain
 from memopd_trace.invocation import Invocation
-from memopd_trace.lineage import Cause, common_prefix, inherited, is_extension
+from memopd_trace.lineage import common_prefix, inherited, is_extension
 from memopd_trace.pieces import Pieces
-
-HEADER = 16  # ids: as long may the header of a template be, and a shared beginning that says nothing
-KINDS: dict[Cause, str] = {
-    "truncated_left": "truncate_left",
-    "elided": "elide",
-    "cut_short": "rewind",
-    "stripped_thinking": "strip_thinking",
-    "retokenised": "reencode",
-    "placeholder": "reencode",
-    "whitespace": "reencode",
-    "separator": "reencode",
-    "controls": "reencode",
-    "reserialised": "reserialise",
-    "double_encoded": "reserialise",
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +66,7 @@ def retry_of(attempt: Invocation, earlier: Sequence[Invocation]) -> dict[str, An
 
 def rewrite_of(parent: Invocation, row: Invocation, pieces: Pieces | None, kind: str | None = None) -> dict[str, Any]:
     """The lineage columns of a rewrite: of a declared `kind`, or of the kind that ids (and texts) show."""
-    shown = kind or KINDS.get(explain(parent, row, None, pieces).cause, "opaque")
+    shown = kind or REWRITE_KINDS.get(explain(parent, row, None, pieces).cause, "opaque")
     return {
         "parent_index": parent.invocation_index,
         "relation": "rewrite",

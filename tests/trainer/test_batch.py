@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-import json
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,18 +14,16 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 from helpers_scorer import PADDED, SIZE, metadata_for, save_model, tiny_model
-from helpers_scores import rewritten as with_other_scores
-from helpers_trainer import Setup, make_setup, rewarded_groups, with_behaviour
+from helpers_trainer import Setup, code_of, make_setup, rewarded_groups, with_behaviour
 
 from memopd_scorer.scores import ScoreRow, ScoresReader
 from memopd_scorer.scoring import score
 from memopd_trace.behaviour import behaviour_of
-from memopd_trace.errors import InputError, TraceError, UsageError
+from memopd_trace.errors import InputError, UsageError
 from memopd_trace.invocation import Episode, Invocation, Media, Sampling
 from memopd_trace.storage import write
 from memopd_trainer.advantages import group_advantages
 from memopd_trainer.batch import Rollouts, load_rollouts, make_packs
-from memopd_trainer.student import evaluate_kl
 from memopd_trainer.train import train
 
 
@@ -41,13 +37,6 @@ def rewritten(setup: Setup, folder: Path, key: tuple[str, int], **changes: Any) 
     rows = [i.replace(**changes) if i.key == key else i for e in setup.episodes for i in e]
     write(folder / "changed.parquet", metadata_for(setup.student), rows)
     return folder / "changed.parquet"
-
-
-def code_of(trace: Path, scores: Path | None, *, policy: bool = True) -> str:
-    with pytest.raises(TraceError) as caught:
-        load_rollouts(trace, scores, policy=policy)
-    assert isinstance(caught.value, InputError) and caught.value.code is not None
-    return caught.value.code
 
 
 def test_every_target_gets_the_values_of_its_own_state_and_output_index(setup: Setup) -> None:
@@ -383,81 +372,3 @@ def test_states_of_a_tier_are_trained_on_as_the_reader_rebuilds_them(tier: str, 
         for s in (setup.scores, tmp_path / "s")
     ]
     assert kls[0] != kls[1] and kls[1] == pytest.approx(kls[0], rel=1e-3 if tier == "float16" else 2e-2)
-
-
-def turn_behind_the_first(row: dict[str, Any]) -> None:
-    first, second, *more = row["hidden"]
-    row["hidden"] = [first, *more, second]
-
-
-def lose_a_state(row: dict[str, Any]) -> None:
-    row["hidden"][2] = [0.0] * len(row["hidden"][2])
-
-
-def swap_outputs(row: dict[str, Any]) -> None:
-    row["output_index"][2:4] = row["output_index"][3], row["output_index"][2]
-
-
-def add_a_state(row: dict[str, Any]) -> None:
-    row["hidden"].append(row["hidden"][0])
-
-
-def drop_a_number(row: dict[str, Any]) -> None:
-    row["logsumexp"][2] = None
-
-
-@pytest.mark.parametrize(
-    ("change", "code"),
-    [
-        (turn_behind_the_first, "E-SCORES-CHECK"),
-        (lose_a_state, "E-SCORES-CHECK"),
-        (swap_outputs, "E-SCORES-DAMAGED"),
-        (add_a_state, "E-SCORES-DAMAGED"),
-        (drop_a_number, "E-SCORES-DAMAGED"),
-    ],
-)
-def test_what_was_changed_behind_the_first_token_of_a_row_is_refused(
-    change: Callable[[dict[str, Any]], None], code: str, setup: Setup, tmp_path: Path
-) -> None:
-    """Under a name with the right hash."""
-    unchanged = with_other_scores(setup.scores, tmp_path / "same", lambda row: None, row=0)
-    load_rollouts(setup.trace, unchanged, policy=False)
-    changed = with_other_scores(setup.scores, tmp_path / "changed", change, row=0)
-    assert code_of(setup.trace, changed, policy=False) == code
-
-
-def test_a_row_that_is_scored_twice_is_refused(setup: Setup, tmp_path: Path) -> None:
-    shutil.copytree(setup.scores, tmp_path / "s")
-    manifest = json.loads((tmp_path / "s" / "manifest.json").read_text())
-    first = manifest["files"][0]
-    again = f"shard-{len(manifest['files']):06d}{first['name'][len('shard-000000') :]}"
-    shutil.copy(tmp_path / "s" / first["name"], tmp_path / "s" / again)
-    manifest["files"].append({**first, "name": again})
-    (tmp_path / "s" / "manifest.json").write_text(json.dumps(manifest))
-    assert code_of(setup.trace, tmp_path / "s", policy=False) == "E-SCORES-DUPLICATE"
-
-
-def forge_a_state_of_a_tier(row: dict[str, Any]) -> None:
-    """Its sampled id cannot tell: whatever divergence is claimed allows any state."""
-    row["hidden"][2] = [-code for code in row["hidden"][2]]
-    row["hidden_kl"] = [1e9] * len(row["hidden_kl"])
-
-
-def test_a_forged_state_is_refused_when_it_is_trained_on(setup: Setup, tmp_path: Path) -> None:
-    score(setup.trace, setup.teacher, tmp_path / "s", dtype="float64", states="int8")
-    forged = with_other_scores(tmp_path / "s", tmp_path / "forged", forge_a_state_of_a_tier, row=0)
-    load_rollouts(setup.trace, forged, policy=False)  # the whole vocabulary of the third token is not looked at yet
-    for run in (
-        lambda: train(setup.config(scores=str(forged), output=str(tmp_path / "run"), steps=1)),
-        lambda: evaluate_kl(setup.student, setup.trace, forged),
-    ):
-        with pytest.raises(InputError, match="do not give their log-sum-exp") as refused:
-            run()
-        assert refused.value.code == "E-SCORES-CHECK"
-
-
-def test_a_tolerance_that_allows_anything_is_refused(setup: Setup, tmp_path: Path) -> None:
-    shutil.copytree(setup.scores, tmp_path / "s")
-    run = json.loads((tmp_path / "s" / "run.json").read_text())
-    (tmp_path / "s" / "run.json").write_text(json.dumps({**run, "tolerance": 1e9}))
-    assert code_of(setup.trace, tmp_path / "s", policy=False) == "E-META-INVALID"

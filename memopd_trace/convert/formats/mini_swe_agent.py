@@ -16,7 +16,7 @@ from memopd_trace.convert.fields import Fields
 from memopd_trace.convert.format import Format
 from memopd_trace.convert.losses import BrokenRecord, Issue, Losses, NotACall
 from memopd_trace.convert.records import Record
-from memopd_trace.convert.transcript import ROLES, answers, gathered
+from memopd_trace.convert.transcript import ROLES, answers, count_lost_calls, gathered
 from memopd_trace.invocation import Sampling
 
 CUT = ("LimitsExceeded", "TimeExceeded")  # exit statuses: the harness ended it
@@ -104,12 +104,7 @@ def _end(draft: Draft, info: Fields, losses: Losses) -> None:
         draft.truncated = True
     if status is not None:
         draft.extra["exit_status"] = status
-    stats = info.fields("model_stats")
-    asked = stats.whole("api_calls") if stats else None
-    if asked is not None and asked > len(draft.calls):
-        losses.gap(
-            "lost_calls", f"{asked} calls were made, {len(draft.calls)} are in the log", asked - len(draft.calls)
-        )
+    count_lost_calls(draft, info, losses)
 
 
 FORMAT = Format(

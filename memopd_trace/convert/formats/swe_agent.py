@@ -15,7 +15,7 @@ from memopd_trace.convert.fields import Fields
 from memopd_trace.convert.format import Format
 from memopd_trace.convert.losses import BrokenRecord, Losses, NotACall
 from memopd_trace.convert.records import Record, parse
-from memopd_trace.convert.transcript import answers, chat_message, is_reasoned
+from memopd_trace.convert.transcript import answers, chat_message, count_lost_calls, is_reasoned
 from memopd_trace.invocation import Sampling
 
 
@@ -114,12 +114,7 @@ def _end(draft: Draft, info: Fields, losses: Losses) -> None:
         draft.terminated = True
     elif isinstance(status, str) and "exit_" in status:
         draft.truncated = True
-    stats = info.fields("model_stats")
-    asked = stats.whole("api_calls") if stats else None
-    if asked is not None and asked > len(draft.calls):
-        losses.gap(
-            "lost_calls", f"{asked} calls were made, {len(draft.calls)} are in the log", asked - len(draft.calls)
-        )
+    count_lost_calls(draft, info, losses)
 
 
 FORMAT = Format(
