@@ -113,14 +113,15 @@ def test_ten_times_the_trace_takes_no_more_memory(small: Toy) -> None:
 @pytest.mark.slow
 def test_the_scores_of_a_whole_vocabulary_never_exist(wide: Toy) -> None:
     """3,700 rows of 150,000 float32 logits are 2.07 GiB."""
-    assert 3_700 * 150_000 * 4 > 2 * 2**30
+    logits = 3_700 * 150_000 * 4
+    assert logits > 2 * 2**30
     trace = wide.trace("long", rows=1, prompt=40, output=3_700)
     found = wide.peak("peak_of_scoring", trace=trace, out=wide.folder / "s", signals=["topk", "hidden"])
     assert found["result"] == 3_700
     limit = pack_bytes(3_740) + chunk_bytes(3_700, 150_000) + shard_bytes(3_700 * (WIDTH * 4 + 64 * 8 + 20)) + 2 * KEPT
     print(f"{found['above'] / MIB:.0f} MiB above, limit {limit / MIB:.0f}; {found['peak'] / MIB:.0f} MiB in all")
     assert found["above"] < limit
-    assert found["peak"] < 600 * MIB
+    assert found["peak"] < logits / 2, "all of the process, libraries included (their size is the machine's)"
     rebuilt = wide.peak("peak_of_rebuilding", scores=wide.folder / "s", episode="e0", chunks=3)
     assert rebuilt["result"] == 3 * (CHUNK_CELLS // 150_000) * 150_000
     head, chunk = 150_000 * WIDTH * 4, CHUNK_CELLS * 4

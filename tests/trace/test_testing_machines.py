@@ -36,6 +36,7 @@ SET_BY_THE_RECORDER = (
     "terminated", "truncated", "prompt_ids", "output_ids", "output_logprobs", "output_kept_logmass", "segments",
 )  # fmt: skip
 LATER = ("reward", "rewards", "output_text")  # told by `amend`
+KINDS_DRAWN = st.sampled_from([set(KINDS), *({kind} for kind in KINDS)])
 seen = Counter[str]()
 
 
@@ -88,7 +89,7 @@ class RecorderMachine(RuleBasedStateMachine):
         self.count = 0
 
     @precondition(lambda self: len(self.open) < 3)
-    @rule(data=st.data(), kinds=st.sets(st.sampled_from(KINDS)), group=st.sampled_from(["g", "h", None]))
+    @rule(data=st.data(), kinds=KINDS_DRAWN, group=st.sampled_from(["g", "h", None]))
     def open_an_episode(self, data: st.DataObject, kinds: set[str], group: str | None) -> None:
         name, self.count = f"e{self.count}", self.count + 1
         given = {"episode_id": name, "group_id": group, "task_id": None if group else "t"}
@@ -103,9 +104,11 @@ class RecorderMachine(RuleBasedStateMachine):
         return [run for run in self.open if (run.done == len(run.rows)) == done]
 
     @precondition(lambda self: self.running(done=False))
-    @rule(data=st.data())
-    def record_a_call(self, data: st.DataObject) -> None:
-        data.draw(st.sampled_from(self.running(done=False))).record()
+    @rule(data=st.data(), calls=st.integers(1, 4))
+    def record_calls(self, data: st.DataObject, calls: int) -> None:
+        run = data.draw(st.sampled_from(self.running(done=False)))
+        for _ in run.rows[run.done :][:calls]:
+            run.record()
 
     @precondition(lambda self: self.running(done=False))
     @rule(data=st.data(), fault=st.sampled_from(["id", "length", "parent", "relation", "column"]))
@@ -141,7 +144,7 @@ class RecorderMachine(RuleBasedStateMachine):
         self.open.remove(run)
         seen.update(traits(self.meta, run.rows))
 
-    @precondition(lambda self: len(self.open) > 1)
+    @precondition(lambda self: len(self.open) == 3)
     @rule(data=st.data())
     def discard_an_episode(self, data: st.DataObject) -> None:
         run = data.draw(st.sampled_from(self.open))
@@ -232,7 +235,11 @@ def drive(machine: type[RuleBasedStateMachine], examples: int, steps: int) -> No
     run_state_machine_as_test(
         machine,
         settings=settings(
-            max_examples=examples, stateful_step_count=steps, deadline=None, suppress_health_check=list(HealthCheck)
+            max_examples=examples,
+            stateful_step_count=steps,
+            deadline=None,
+            derandomize=True,
+            suppress_health_check=list(HealthCheck),
         ),
     )
 
