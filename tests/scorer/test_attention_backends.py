@@ -8,7 +8,7 @@ import torch
 from helpers_attention import CPU, ERROR, KINDS, assert_equal_gradients, assert_equal_states, model_of, pack_of, state
 from helpers_scorer import SIZE
 
-from memopd_scorer.attention import Visibility, choose, spans, states_at_rows
+from memopd_scorer.attention import Visibility, choose, sdpa, states_at_rows
 from memopd_scorer.attention.visibility import grouped
 from memopd_scorer.plan import plan_states
 from memopd_scorer.probing import Capability
@@ -34,7 +34,7 @@ def test_a_growing_history_is_one_causal_span_without_a_mask() -> None:
     (pack,) = plan_states([[state(i, ids[:n]) for i, n in enumerate((20, 33, 60))]])
     assert len(pack.states) == 3
     (span,) = pack.spans
-    assert [b.mask_QJ for b in spans._blocks(span, Visibility.of(pack, CPU), None)] == [None]
+    assert [b.mask_QJ for b in sdpa._blocks(span, Visibility.of(pack, CPU), None)] == [None]
     assert_equal_states(model_of("llama"), pack, "sdpa", 1e-10)
 
 
@@ -42,9 +42,9 @@ def test_keys_are_repeated_without_a_copy_and_no_mask_is_larger_than_a_block(mon
     query, key = torch.zeros(1, 6, 10, 4), torch.zeros(1, 2, 10, 4)
     _, wide, _ = grouped(query, key, key)
     assert wide.shape == (2, 3, 10, 4) and wide.data_ptr() == key.data_ptr() and wide.stride(1) == 0
-    monkeypatch.setattr(spans, "MASK_CELLS", 100)
+    monkeypatch.setattr(sdpa, "MASK_CELLS", 100)
     seen = Visibility.of(pack_of(visibility=True), CPU)
-    blocks = [b for span in seen.spans for b in spans._blocks(span, seen, None) if b.mask_QJ is not None]
+    blocks = [b for span in seen.spans for b in sdpa._blocks(span, seen, None) if b.mask_QJ is not None]
     assert len(blocks) > len(seen.spans)
     assert max(b.mask_QJ.numel() for b in blocks) <= 100
     assert_equal_states(model_of("llama"), pack_of(visibility=True), "sdpa", 1e-10)

@@ -23,7 +23,7 @@ from sweep_contract import (
     name_of,
 )
 
-from memopd_scorer.attention import spans
+from memopd_scorer.attention import sdpa
 from memopd_scorer.attention.visibility import read_call
 
 ROOT = Path(__file__).parents[2]
@@ -130,7 +130,7 @@ def test_a_backend_that_is_wrong_is_beyond_its_limit(monkeypatch: pytest.MonkeyP
         options["sliding_window"] = 12 if options.get("sliding_window") else None  # 4 more than there are
         return read_call(module, query, key, value, mask, options)
 
-    monkeypatch.setattr(spans, "read_call", blind)
+    monkeypatch.setattr(sdpa, "read_call", blind)
     monkeypatch.setattr(sweep, "probe", lambda *_: sweep.Capability("tree", "blind", 0.0, 1.0))
     cells = list(sweep.measure_toy("Gemma 3: windows, softcap of logits", [torch.float32, torch.bfloat16], ("sdpa",)))
     assert len(cells) == 2 * len(LAYOUTS) and not any(c.holds for c in cells)

@@ -15,12 +15,12 @@ import torch
 from helpers_architectures import tiny
 from helpers_attention import ERROR, assert_equal_gradients, assert_equal_states, model_of, pack_of
 
-from memopd_scorer.attention import states_at_rows, varlen
+from memopd_scorer.attention import flash, states_at_rows
 from memopd_scorer.attention.visibility import UnsupportedAttentionError
 
 
-def plain_kernel(call: varlen.Call) -> torch.Tensor:
-    """`varlen.Kernel`, sequence by sequence: what a call means, and that it is one."""
+def plain_kernel(call: flash.Call) -> torch.Tensor:
+    """`flash.Kernel`, sequence by sequence: what a call means, and that it is one."""
     for ends, tensor, longest in ((call.ends_q, call.q, call.longest_q), (call.ends_k, call.k, call.longest_k)):
         assert ends.dtype == torch.int32 and ends[0] == 0 and ends[-1] == len(tensor)
         assert int(ends.diff().min()) > 0 and int(ends.diff().max()) == longest
@@ -43,7 +43,7 @@ def plain_kernel(call: varlen.Call) -> torch.Tensor:
 
 @pytest.fixture
 def flash_on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(varlen, "kernel", lambda: plain_kernel)
+    monkeypatch.setattr(flash, "kernel", lambda: plain_kernel)
 
 
 @pytest.mark.parametrize("kind", ["llama", "gemma3", "gpt2", "softcap"])
@@ -58,7 +58,7 @@ def test_flash_names_what_it_cannot_run(flash_on_cpu: None, monkeypatch: pytest.
         states_at_rows(model_of("sinks"), pack_of(visibility=False), backend="flash")
     with pytest.raises(UnsupportedAttentionError, match="'flash' cannot run keys of size 12 with values of size 8"):
         states_at_rows(tiny("deepseek_v3"), pack_of(visibility=False), backend="flash")
-    monkeypatch.setattr(varlen, "kernel", lambda: varlen.torch_kernel)
+    monkeypatch.setattr(flash, "kernel", lambda: flash.torch_kernel)
     with pytest.raises(UnsupportedAttentionError, match="'flash' cannot run a softcap"):
         states_at_rows(model_of("softcap"), pack_of(visibility=False), backend="flash")
 
@@ -80,12 +80,12 @@ def test_flash_attn_is_called_as_its_signature_wants(kind: str, monkeypatch: pyt
         window = None if window_size[0] < 0 else window_size[0] + 1  # the package counts keys before the query's own
         seen.update({window, softcap})
         ends = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
-        return plain_kernel(varlen.Call(q, k, v, *ends, softmax_scale, window, softcap or None))
+        return plain_kernel(flash.Call(q, k, v, *ends, softmax_scale, window, softcap or None))
 
     package = ModuleType("flash_attn")
     package.flash_attn_varlen_func = flash_attn_varlen_func  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "flash_attn", package)
-    monkeypatch.setattr(varlen, "kernel", lambda: varlen.flash_attn_kernel)
+    monkeypatch.setattr(flash, "kernel", lambda: flash.flash_attn_kernel)
     assert_equal_states(model_of(kind), pack_of(visibility=False, positions=True), "flash", ERROR[torch.float64])
     windows = {None, 8} if kind in ("gemma3", "softcap") else {None}
     assert seen == windows | {1.0 if kind == "softcap" else 0.0}
@@ -104,9 +104,9 @@ def test_torchs_kernel_is_called_as_its_signature_wants(kind: str, monkeypatch: 
         window = None if given.window_size[0] < 0 else given.window_size[0] + 1
         seen.update({window, given.enable_gqa})
         ends = (given.cu_seq_q, given.cu_seq_k, given.max_q, given.max_k)
-        return plain_kernel(varlen.Call(given.query, given.key, given.value, *ends, given.scale, window, None))
+        return plain_kernel(flash.Call(given.query, given.key, given.value, *ends, given.scale, window, None))
 
     monkeypatch.setattr(theirs, "varlen_attn", varlen_attn)
-    monkeypatch.setattr(varlen, "kernel", lambda: varlen.torch_kernel)
+    monkeypatch.setattr(flash, "kernel", lambda: flash.torch_kernel)
     assert_equal_states(model_of(kind), pack_of(visibility=False, positions=True), "flash", ERROR[torch.float64])
     assert seen == {"llama": {None, True}, "gemma3": {None, 8, True}, "gpt2": {None, False}}[kind]

@@ -11,7 +11,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from memopd_scorer import probing
-from memopd_scorer.attention import spans
+from memopd_scorer.attention import sdpa
 from memopd_scorer.precision import in_float32
 from memopd_scorer.probing import probe
 from memopd_scorer.signals import head_of
@@ -87,7 +87,7 @@ def test_a_leak_smaller_than_the_rounding_is_found(dtype: torch.dtype) -> None:
 
 
 def test_what_only_half_precision_gets_wrong_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    right = spans.attend
+    right = sdpa.attend
 
     def wrong(module, query, key, value, *args, **options):  # type: ignore[no-untyped-def]
         if value.dtype == torch.bfloat16:

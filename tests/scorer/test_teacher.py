@@ -65,7 +65,7 @@ def test_a_window_wider_than_the_probe_is_still_tested(monkeypatch: pytest.Monke
     for module in [model.config, *model.modules()]:
         if getattr(module, "sliding_window", None):
             module.sliding_window = 400  # longer than any probe sequence
-    monkeypatch.setattr("memopd_scorer.attention.spans.read_call", _without_window())
+    monkeypatch.setattr("memopd_scorer.attention.sdpa.read_call", _without_window())
     assert probe(model, head_of(model, SIZE)).layout == "single"
     assert model.config.sliding_window == 400, "the probe must put windows back"
 
@@ -146,7 +146,7 @@ def test_a_softcapped_head_is_honoured() -> None:
 )
 def test_what_the_backends_do_not_compute_is_refused_by_name(options: dict[str, object], named: str) -> None:
     from memopd_scorer.attention import Visibility
-    from memopd_scorer.attention.spans import attend
+    from memopd_scorer.attention.sdpa import attend
 
     (pack,) = plan([memory_episode(np.random.default_rng(0), "e")])
     q = torch.zeros(1, 2, len(pack), 4)

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from transformers import AttentionInterface, PreTrainedModel
 
-from memopd_scorer.attention import dense, flex, spans, varlen
+from memopd_scorer.attention import eager, flash, flex, sdpa
 from memopd_scorer.attention.choice import Backend
 from memopd_scorer.attention.past import Past
 from memopd_scorer.attention.visibility import KWARG, UnsupportedAttentionError, Visibility
@@ -34,10 +34,10 @@ _REGISTERED: dict[Backend, str] = {
     "flex": "memopd_by_interval",
     "flash": "memopd_by_branch",
 }
-AttentionInterface.register(_REGISTERED["sdpa"], spans.attend)
-AttentionInterface.register(_REGISTERED["eager"], dense.attend)
+AttentionInterface.register(_REGISTERED["sdpa"], sdpa.attend)
+AttentionInterface.register(_REGISTERED["eager"], eager.attend)
 AttentionInterface.register(_REGISTERED["flex"], flex.attend)
-AttentionInterface.register(_REGISTERED["flash"], varlen.attend)
+AttentionInterface.register(_REGISTERED["flash"], flash.attend)
 
 
 class _AtHead(Exception):

@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from memopd_scorer.attention.dense import explicit
+from memopd_scorer.attention.eager import explicit
 from memopd_scorer.attention.visibility import Extras, Visibility, grouped, read_call, ungrouped
 from memopd_scorer.plan import Span
 
