@@ -29,8 +29,9 @@ from memopd_scorer.attention import iter_states_at_rows
 from memopd_scorer.cost import ModelCost
 from memopd_scorer.deep import FLOPS_PER_BYTE, Deep
 from memopd_scorer.fit import PACK_TOKENS
+from memopd_scorer.head import head_of
 from memopd_scorer.plan import Pack, plan_states
-from memopd_scorer.signals import compute_signals, head_of
+from memopd_scorer.signals import compute_signals
 from memopd_scorer.states import State
 from memopd_scorer.summary import PlanSummary
 

@@ -36,8 +36,8 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from memopd_scorer.attention import Choice, UnsupportedAttentionError, choose
 from memopd_scorer.cost import ModelCost
+from memopd_scorer.head import head_of
 from memopd_scorer.probing import probe
-from memopd_scorer.signals import head_of
 from memopd_scorer.teacher import LoadedModel
 from memopd_trace.errors import UsageError
 from memopd_trace.invocation import Episode, Invocation

@@ -18,7 +18,7 @@ from helpers_scorer import (
     write_trace,
 )
 
-from memopd_scorer.signals import head_of
+from memopd_scorer.head import head_of
 from memopd_scorer.teacher import LoadedModel, load
 from memopd_trace.invocation import Invocation
 from memopd_trace.storage import read, write

@@ -28,8 +28,8 @@ from transformers import (
 )
 
 from memopd_scorer.attention import states_at_rows
+from memopd_scorer.head import head_of
 from memopd_scorer.plan import Pack, plan
-from memopd_scorer.signals import head_of
 from memopd_trace.invocation import Episode, Invocation, Segment
 from memopd_trace.metadata import Model, Producer, Tokenizer, TraceMetadata
 from memopd_trace.record.fingerprint import tokenizer_fingerprint

@@ -7,8 +7,8 @@ import pytest
 import torch
 from helpers_scorer import PADDED, SIZE, growing_episode, memory_episode, sibling
 
+from memopd_scorer.head import Head
 from memopd_scorer.plan import Pack, plan
-from memopd_scorer.signals import Head
 
 HEADS = [
     pytest.param({}, id="plain"),

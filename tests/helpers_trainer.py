@@ -13,9 +13,9 @@ from helpers_scorer import SIZE, compute_in_float64, memory_episode, metadata_fo
 from transformers import PreTrainedModel
 
 from memopd_scorer.attention import states_at_rows
+from memopd_scorer.head import head_of
 from memopd_scorer.plan import plan
 from memopd_scorer.scoring import score
-from memopd_scorer.signals import head_of
 from memopd_scorer.teacher import LoadedModel, load
 from memopd_trace.errors import InputError, TraceError
 from memopd_trace.invocation import Episode, Invocation, Sampling

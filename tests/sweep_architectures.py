@@ -34,8 +34,8 @@ from transformers import PreTrainedModel
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
 from memopd_scorer.attention import states_at_rows
+from memopd_scorer.head import Head, head_of
 from memopd_scorer.plan import Pack, plan_states
-from memopd_scorer.signals import Head, head_of
 from memopd_scorer.states import State
 from memopd_scorer.teacher import Capability, probe, quiet_transformers
 from memopd_trace.errors import InputError

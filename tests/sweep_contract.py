@@ -28,9 +28,9 @@ from helpers_scorer import SIZE, compute_in_float64, growing_episode, memory_epi
 from transformers import AutoTokenizer, CohereConfig, CohereForCausalLM, PreTrainedModel
 
 from memopd_scorer.attention.forward import iter_states_at_rows
+from memopd_scorer.head import head_of
 from memopd_scorer.plan import Pack, plan
 from memopd_scorer.probing import Capability, probe
-from memopd_scorer.signals import head_of
 from memopd_scorer.teacher import load_model, quiet_transformers
 from memopd_trace.invocation import Episode, Invocation
 from memopd_trainer.models import export_gguf, find_demo_gguf

@@ -105,7 +105,7 @@ class ScoresContext:
         return self.run.view in (RECORDED, PERSISTENT_HISTORY) and not of_file
 
     def head(self) -> Any:
-        """The stored output head (`memopd_scorer.signals.Head`), unchecked; needs the extra `score`."""
+        """The stored output head (`memopd_scorer.head.Head`), unchecked; needs the extra `score`."""
         if self._head is None:
             from memopd_scorer.headfile import load_head
 

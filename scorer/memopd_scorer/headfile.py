@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from memopd_scorer.signals import Head
+from memopd_scorer.head import Head
 from memopd_trace.metadata import ScoresMetadata
 from memopd_trace.places import Place, local_copy
 

@@ -22,10 +22,10 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from memopd_scorer.attention import Backend, iter_states_at_rows, states_at_rows
+from memopd_scorer.head import Head
 from memopd_scorer.placement import runs_on
 from memopd_scorer.plan import Pack, plan_states
 from memopd_scorer.precision import HALF, dtype_name, in_float32
-from memopd_scorer.signals import Head
 from memopd_scorer.states import State
 from memopd_trace.errors import InputError, TraceError, first_line
 

@@ -9,10 +9,11 @@ import torch
 
 from memopd_scorer.choosing import check_choice, chosen_ids, describe_student
 from memopd_scorer.halving import Halving
+from memopd_scorer.head import describe_head
 from memopd_scorer.job import Job, Planned, Shape
 from memopd_scorer.plan import Pack
 from memopd_scorer.precision import dtype_name
-from memopd_scorer.signals import Signals, bytes_per_target, compute_signals, describe_head
+from memopd_scorer.signals import Signals, bytes_per_target, compute_signals
 from memopd_scorer.store import check_folder
 from memopd_scorer.summary import PlanSummary
 from memopd_scorer.teacher import LoadedModel, check_trace

@@ -17,8 +17,9 @@ import pyarrow as pa
 import torch
 from torch import Tensor
 
+from memopd_scorer.head import Head
 from memopd_scorer.headfile import head_is_whole, load_head
-from memopd_scorer.signals import Head, iter_chunks
+from memopd_scorer.signals import iter_chunks
 from memopd_trace.conform import iter_list_values
 from memopd_trace.errors import InputError, UsageError, printable
 from memopd_trace.metadata import ScoresMetadata

@@ -19,11 +19,12 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from memopd_scorer.head import Head
 from memopd_scorer.headfile import head_is_whole, write_head
 from memopd_scorer.job import Planned
 from memopd_scorer.plan import Pack
 from memopd_scorer.shardrows import shard_rows
-from memopd_scorer.signals import Head, Signals
+from memopd_scorer.signals import Signals
 from memopd_trace.errors import InputError, UsageError
 from memopd_trace.metadata import ScoresMetadata
 from memopd_trace.places import Place, atomic_file, remove_leftovers

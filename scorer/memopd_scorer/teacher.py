@@ -23,10 +23,10 @@ from transformers.utils import logging as transformers_logging
 from memopd_scorer.attention import Choice, choose, iter_states_at_rows
 from memopd_scorer.cost import ModelCost
 from memopd_scorer.deep import Deep
+from memopd_scorer.head import Head, head_of
 from memopd_scorer.placement import DeviceMap, load_arguments, put, runs_on
 from memopd_scorer.plan import Layout, Pack
 from memopd_scorer.probing import Capability, probe
-from memopd_scorer.signals import Head, head_of
 from memopd_scorer.states import State
 from memopd_trace.errors import InputError, UsageError, first_line
 from memopd_trace.metadata import Tokenizer, TraceMetadata

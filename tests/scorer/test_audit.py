@@ -20,7 +20,7 @@ from helpers_scorer import (
 )
 
 from memopd_scorer.auditing import audit
-from memopd_scorer.signals import head_of
+from memopd_scorer.head import head_of
 from memopd_trace.errors import InputError, UsageError
 from memopd_trace.invocation import Episode, Invocation, Sampling, Segment
 from memopd_trace.storage import read, write

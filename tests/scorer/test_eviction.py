@@ -19,8 +19,8 @@ from hypothesis import strategies as st
 from transformers import DynamicCache, PreTrainedModel
 
 from memopd_scorer.attention import states_at_rows
+from memopd_scorer.head import head_of
 from memopd_scorer.plan import plan
-from memopd_scorer.signals import head_of
 from memopd_trace import Invocation, TraceMetadata, validate, write
 from memopd_trace.invocation import Episode
 from memopd_trace.metadata import Model, Producer, Tokenizer

@@ -23,8 +23,8 @@ from helpers_scorer import (
 from transformers import PreTrainedModel
 
 from memopd_scorer.attention import states_at_rows
+from memopd_scorer.head import head_of
 from memopd_scorer.plan import Pack, plan
-from memopd_scorer.signals import head_of
 from memopd_trace.invocation import Episode, Invocation
 
 RELATIVE_STATES = {torch.float64: 1e-10, torch.float32: 1e-5}

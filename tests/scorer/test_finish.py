@@ -9,7 +9,7 @@ from helpers_scorer import SIZE, tiny_model
 from torch import nn
 
 from memopd_scorer.finish import finish_of
-from memopd_scorer.signals import head_of
+from memopd_scorer.head import head_of
 from memopd_trace.errors import InputError
 
 

@@ -20,9 +20,10 @@ from transformers import PreTrainedModel
 from memopd_scorer.attention import iter_states_at_rows, states_at_rows
 from memopd_scorer.attention.past import Past
 from memopd_scorer.cost import ModelCost
+from memopd_scorer.head import head_of
 from memopd_scorer.passes import Pass, passes_of
 from memopd_scorer.plan import Pack, plan
-from memopd_scorer.signals import compute_signals, head_of
+from memopd_scorer.signals import compute_signals
 from memopd_trace.invocation import Episode, Invocation
 
 BACKENDS = ("sdpa", "eager")

@@ -12,9 +12,9 @@ from transformers import PreTrainedModel
 
 from memopd_scorer import probing
 from memopd_scorer.attention import sdpa
+from memopd_scorer.head import head_of
 from memopd_scorer.precision import in_float32
 from memopd_scorer.probing import probe
-from memopd_scorer.signals import head_of
 from memopd_scorer.teacher import quiet_transformers
 from memopd_trace.errors import InputError
 

@@ -17,9 +17,9 @@ from helpers_scorer import (
     tiny_model,
 )
 
+from memopd_scorer.head import head_of
 from memopd_scorer.scores import ScoresReader
 from memopd_scorer.scoring import score
-from memopd_scorer.signals import head_of
 from memopd_scorer.teacher import load
 from memopd_trace.errors import InputError, UsageError
 from memopd_trace.storage import read, write

@@ -10,7 +10,8 @@ from helpers_signals import HEADS, a_head, a_pack, reference_logits
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from memopd_scorer import signals as module
-from memopd_scorer.signals import Head, compute_signals, head_of
+from memopd_scorer.head import Head, head_of
+from memopd_scorer.signals import compute_signals
 from memopd_trace.errors import InputError, UsageError
 
 ALL = ("sampled", "topk", "hidden", "full")

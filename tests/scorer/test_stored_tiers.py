@@ -23,9 +23,9 @@ from helpers_scorer import (
 )
 from helpers_scores import item, rewritten, roll
 
+from memopd_scorer.head import head_of
 from memopd_scorer.scores import ScoresReader
 from memopd_scorer.scoring import score
-from memopd_scorer.signals import head_of
 from memopd_scorer.teacher import load
 from memopd_trace import read, validate, write
 from memopd_trace.cli import run

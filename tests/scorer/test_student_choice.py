@@ -23,10 +23,10 @@ from helpers_scorer import (
 
 from memopd_scorer.attention import states_at_rows
 from memopd_scorer.choosing import chosen_ids
+from memopd_scorer.head import head_of
 from memopd_scorer.plan import plan, plan_states
 from memopd_scorer.scores import ScoresReader
 from memopd_scorer.scoring import score
-from memopd_scorer.signals import head_of
 from memopd_scorer.teacher import load
 from memopd_scorer.views import iter_states
 from memopd_trace import read, validate, write

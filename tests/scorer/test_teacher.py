@@ -15,8 +15,8 @@ from torch import nn
 from transformers import AutoModelForCausalLM, BertConfig, BertLMHeadModel, PreTrainedModel
 
 from memopd_scorer.attention import UnsupportedAttentionError, states_at_rows
+from memopd_scorer.head import head_of
 from memopd_scorer.plan import plan
-from memopd_scorer.signals import head_of
 from memopd_scorer.teacher import LoadedModel, load, probe
 from memopd_trace.errors import InputError, UsageError
 from memopd_trace.invocation import Episode, Invocation

@@ -10,8 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
+from memopd_scorer.head import Head
 from memopd_scorer.plan import Pack
-from memopd_scorer.signals import Head, bytes_per_target, compute_signals
+from memopd_scorer.signals import bytes_per_target, compute_signals
 from memopd_scorer.tiers import encode, kl_divergence
 from memopd_scorer.tiers import rebuild as rebuild_on_device
 from memopd_trace.errors import InputError, UsageError

@@ -77,7 +77,7 @@ def score_temperature(e: Example) -> None:
 def state(e: Example) -> None:
     import torch
 
-    from memopd_scorer.signals import Head
+    from memopd_scorer.head import Head
 
     head = Head(torch.tensor(e["weight"], dtype=torch.float32), None, e["logit_scale"], e["softcap"], e["size"])
     hidden = torch.tensor([e["hidden"]], dtype=torch.float32)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from memopd_scorer import signals
-from memopd_scorer.signals import Head
+from memopd_scorer.head import Head
 from memopd_trainer.losses import clipped_policy_loss, divergence, is_clipped, row_losses
 
 KINDS = [("reverse_kl", 0.5), ("forward_kl", 0.5), ("jsd", 0.5), ("jsd", 0.1), ("jsd", 0.0), ("jsd", 1.0)]

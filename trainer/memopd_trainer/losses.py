@@ -19,7 +19,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
-from memopd_scorer.signals import Head, iter_chunks
+from memopd_scorer.head import Head
+from memopd_scorer.signals import iter_chunks
 
 DivergenceKind = Literal["reverse_kl", "forward_kl", "jsd"]
 

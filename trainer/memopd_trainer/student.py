@@ -10,8 +10,9 @@ import os
 
 import torch
 
+from memopd_scorer.head import Head
 from memopd_scorer.plan import Layout
-from memopd_scorer.signals import Head, iter_chunks
+from memopd_scorer.signals import iter_chunks
 from memopd_scorer.teacher import LoadedModel, check_trace, load
 from memopd_trace.errors import UsageError
 from memopd_trace.schema import RECORDED

@@ -28,8 +28,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from memopd_scorer.head import Head
 from memopd_scorer.plan import Layout
-from memopd_scorer.signals import Head
 from memopd_scorer.teacher import LoadedModel
 from memopd_trace.disk import exclusive
 from memopd_trace.errors import CheckFailed, UsageError
