@@ -48,7 +48,7 @@ def test_every_target_gets_the_values_of_its_own_state_and_output_index(setup: S
     shared_row = seen = 0
     reader = ScoresReader(setup.scores)
     for p in packs:
-        assert p.behaviour_M is not None and p.teacher_ME is not None
+        assert p.behaviour_M is not None and p.teacher is not None and p.teacher.hidden_ME is not None
         shared_row += len(p.row_M) - len(set(p.row_M.tolist()))
         for m in range(len(p.row_M)):
             state = p.pack.states[p.pack.target_state_M[m]]
@@ -62,7 +62,7 @@ def test_every_target_gets_the_values_of_its_own_state_and_output_index(setup: S
             assert float(p.advantage_M[m]) == advantages[state.episode_id]
             assert float(p.weight_M[m]) == pytest.approx(1 / (2 * 2 * 12))
             at = int(np.flatnonzero(row.output_index == output)[0])
-            assert torch.equal(p.teacher_ME[m], row.hidden[at])
+            assert torch.equal(p.teacher.hidden_ME[m], row.hidden[at])
             seen += 1
     assert seen == 48
     assert sum(float(p.weight_M.sum()) for p in packs) == pytest.approx(1.0)
@@ -83,7 +83,7 @@ def test_scores_in_another_order_give_the_same_packs(setup: Setup) -> None:
     other = dataclasses.replace(rollouts, scores=Reversed(setup.scores))
 
     def teachers(r: Rollouts) -> list[torch.Tensor | None]:
-        return [p.teacher_ME for p in make_packs(r, r.groups, {})]
+        return [p.teacher.hidden_ME for p in make_packs(r, r.groups, {})]
 
     for a, b in zip(teachers(rollouts), teachers(other), strict=True):
         assert a is not None and b is not None and len(a) > 6 and torch.equal(a, b)
@@ -307,7 +307,8 @@ def test_a_trace_without_behaviour_can_be_distilled(setup: Setup, tmp_path: Path
     write(tmp_path / "bare.parquet", metadata_for(setup.student), rows)
     rollouts = load_rollouts(tmp_path / "bare.parquet", setup.scores, policy=False)
     (pack,) = make_packs(rollouts, rollouts.groups, {})
-    assert pack.behaviour_M is None and pack.teacher_ME is not None and len(pack.teacher_ME) == 48
+    assert pack.behaviour_M is None and pack.teacher is not None
+    assert pack.teacher.hidden_ME is not None and len(pack.teacher.hidden_ME) == 48
 
 
 def test_padded_ids_media_and_a_trace_with_nothing_to_train_are_refused(setup: Setup, tmp_path: Path) -> None:
@@ -362,10 +363,12 @@ def test_states_of_a_tier_are_trained_on_as_the_reader_rebuilds_them(tier: str, 
     assert exact.scores_digest != rounded.scores_digest
     seen = 0
     for a, b in zip(*(make_packs(r, r.groups, {}) for r in (exact, rounded)), strict=True):
-        assert a.teacher_ME is not None and b.teacher_ME is not None and b.teacher_ME.dtype == torch.float32
-        distance = (a.teacher_ME - b.teacher_ME).abs().max()
+        assert a.teacher is not None and b.teacher is not None
+        states, rebuilt = a.teacher.hidden_ME, b.teacher.hidden_ME
+        assert states is not None and rebuilt is not None and rebuilt.dtype == torch.float32
+        distance = (states - rebuilt).abs().max()
         assert 0 < float(distance) < (0.01 if tier == "float16" else 0.1)
-        seen += len(b.teacher_ME)
+        seen += len(rebuilt)
     assert seen == 48
     kls = [
         float(train(setup.config(scores=str(s), output=str(tmp_path / s.name), steps=1)).last.divergence)  # type: ignore[union-attr]

@@ -13,7 +13,8 @@ from torch import Tensor
 
 from memopd_scorer import signals
 from memopd_scorer.head import Head
-from memopd_trainer.losses import clipped_policy_loss, divergence, is_clipped, row_losses
+from memopd_trainer.divergences import divergence
+from memopd_trainer.losses import Teacher, TeacherRows, clipped_policy_loss, is_clipped, row_losses
 
 KINDS = [("reverse_kl", 0.5), ("forward_kl", 0.5), ("jsd", 0.5), ("jsd", 0.1), ("jsd", 0.0), ("jsd", 1.0)]
 V, D, E, M = 23, 7, 5, 19
@@ -78,10 +79,8 @@ def test_values_and_gradients_equal_a_dense_reference(
         rows["hidden"],
         rows["ids"],
         temperature_M=rows["temperature"],
-        teacher=teacher,
-        teacher_ME=rows["teacher"],
-        kind=kind,
-        beta=beta,
+        teacher=Teacher(kind, beta, teacher),
+        rows=TeacherRows(rows["teacher"]),
     )
     assert out.divergence_M is not None
     total = (rows["weight"] * (out.divergence_M + 2 * out.logprob_M)).sum()
@@ -101,7 +100,7 @@ def test_values_and_gradients_equal_a_dense_reference(
 def test_no_gradient_reaches_the_teacher(rows: dict[str, Tensor]) -> None:
     student, teacher = make_head(D, seed=1), make_head(E, seed=2)
     states = rows["teacher"].requires_grad_()
-    out = row_losses(student, rows["hidden"], rows["ids"], teacher=teacher, teacher_ME=states)
+    out = row_losses(student, rows["hidden"], rows["ids"], teacher=Teacher(head=teacher), rows=TeacherRows(states))
     assert out.divergence_M is not None
     out.divergence_M.sum().backward()
     assert student.weight_VD.grad is not None and student.weight_VD.grad.any()
@@ -151,7 +150,7 @@ def test_padded_vocabulary_is_cut_before_the_softmax() -> None:
     heads = [Head(z.T, None, 1.0, None, 4) for z in (student, teacher)]
     one = torch.ones(1, 1, dtype=torch.float64)
     ids = torch.tensor([0])
-    out = row_losses(heads[0], one, ids, teacher=heads[1], teacher_ME=one, kind="forward_kl")
+    out = row_losses(heads[0], one, ids, teacher=Teacher("forward_kl", head=heads[1]), rows=TeacherRows(one))
     assert out.divergence_M is not None and out.divergence_M.item() == pytest.approx(0.178075, abs=5e-7)
 
 
@@ -193,9 +192,11 @@ def test_no_targets_give_empty_vectors_that_can_be_summed(rows: dict[str, Tensor
 def test_heads_of_different_real_size_and_half_a_teacher_are_refused(rows: dict[str, Tensor]) -> None:
     student, teacher = make_head(D, seed=1), replace(make_head(E, seed=2), size=V - 1)
     with pytest.raises(ValueError, match=f"{V} ids, teacher head of {V - 1}"):
-        row_losses(student, rows["hidden"], rows["ids"], teacher=teacher, teacher_ME=rows["teacher"])
+        row_losses(
+            student, rows["hidden"], rows["ids"], teacher=Teacher(head=teacher), rows=TeacherRows(rows["teacher"])
+        )
     with pytest.raises(ValueError, match="come together"):
-        row_losses(student, rows["hidden"], rows["ids"], teacher=teacher)
+        row_losses(student, rows["hidden"], rows["ids"], teacher=Teacher(head=teacher))
 
 
 def test_logits_of_all_targets_never_exist_at_once(rows: dict[str, Tensor], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -211,8 +212,9 @@ def test_logits_of_all_targets_never_exist_at_once(rows: dict[str, Tensor], monk
     monkeypatch.setattr(signals, "CHUNK_CELLS", 4 * V)
     student, teacher = make_head(D, seed=1), make_head(E, seed=2)
     kept: list[int] = []
+    said = TeacherRows(rows["teacher"])
     with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t.numel()) or t, lambda t: t):
-        out = row_losses(student, rows["hidden"], rows["ids"], teacher=teacher, teacher_ME=rows["teacher"])
+        out = row_losses(student, rows["hidden"], rows["ids"], teacher=Teacher(head=teacher), rows=said)
     forward_calls = len(seen)
     assert out.divergence_M is not None
     (out.divergence_M + out.logprob_M).sum().backward()

@@ -28,7 +28,7 @@ from memopd_trainer.advantages import group_advantages, trained_mask
 from memopd_trainer.batch import load_rollouts, make_packs
 from memopd_trainer.config import TrainConfig
 from memopd_trainer.metrics import StepMetrics, StepSums
-from memopd_trainer.train import draw_groups, pack_loss
+from memopd_trainer.train import draw_groups, make_teacher, pack_loss
 
 Gradients = dict[str, Tensor]
 
@@ -41,9 +41,9 @@ def whole_loss(
     advantages = group_advantages(rollouts.groups).by_episode if config.ppo.weight else {}
     student = student or exact(config.student)
     assert student.layout(layout) == layout and rollouts.scores is not None
-    sums = StepSums()
+    sums, teacher = StepSums(), make_teacher(rollouts, config, student.head.weight_VD.device)
     for p in make_packs(rollouts, rollouts.groups, advantages, layout=layout, max_tokens=max_tokens):
-        pack_loss(student, rollouts.scores.head(), p, config, sums).backward()
+        pack_loss(student, teacher, p, config, sums).backward()
     metrics = sums.finish(step=1, grad_norm=0.0, lr=0.0, seconds=0.0)
     return sums.loss, {n: p.grad for n, p in student.model.named_parameters() if p.grad is not None}, metrics
 
@@ -233,7 +233,7 @@ def test_masked_tokens_have_exactly_zero_gradient(setup: Setup) -> None:
     object.__setattr__(student, "kept", [])
     assert rollouts.scores is not None
     for p in make_packs(rollouts, rollouts.groups, advantages):
-        pack_loss(student, rollouts.scores.head(), p, config, StepSums()).backward()
+        pack_loss(student, make_teacher(rollouts, config, torch.device("cpu")), p, config, StepSums()).backward()
     by_key = {i.key: i for e in setup.episodes for i in e}
     trained, untrained = set(), set()
     ((pack, hidden),) = student.kept

@@ -8,7 +8,7 @@ that does not give its stored log-probability. All of this is checked once, befo
 Only invocations with a trained token are packed, and only trained tokens become targets: everything else has
 neither loss nor gradient.
 
-Shape legend: M trained targets of a pack, R prediction rows, E teacher width.
+Shape legend: M trained targets of a pack, R prediction rows, K ids of a top-k, E teacher width.
 """
 
 from __future__ import annotations
@@ -36,6 +36,8 @@ from memopd_trace.schema import RECORDED
 from memopd_trace.storage import TraceReader
 from memopd_trace.validate import require_valid
 from memopd_trainer.advantages import token_weights, trained_mask
+from memopd_trainer.config import TeacherSignal
+from memopd_trainer.losses import TeacherRows
 
 Group = Sequence[Episode]
 
@@ -47,6 +49,7 @@ class Rollouts:
     groups: tuple[Group, ...]
     metadata: TraceMetadata  # the trace's, of the one model that is trained
     scores: ScoresReader | None
+    signal: TeacherSignal  # what is taken from them
     policy: bool  # behaviour log-probabilities were checked, and are wanted in packs
     digest: str  # hex SHA-256 of everything of the trace that a step depends on
 
@@ -86,7 +89,7 @@ class TrainPack:
     advantage_M: Tensor  # float64
     behaviour_M: Tensor | None  # float64 nats, see `memopd_trace.behaviour`; None = no policy term
     temperature_M: Tensor | None  # float64, None = 1 throughout
-    teacher_ME: Tensor | None  # the teacher's dtype; float32 where states are stored in a tier
+    teacher: TeacherRows | None  # states in the teacher's dtype (float32 where stored in a tier), or float32 nats
     teacher_logsumexp_M: Tensor | None  # float32 nats, stored: what these states and the teacher's head must give
     tolerance: float  # nats, of that
 
@@ -116,9 +119,15 @@ class TrainPack:
 
 
 def load_rollouts(
-    trace: str | os.PathLike[str], scores: str | os.PathLike[str] | None, *, policy: bool, view: str = RECORDED
+    trace: str | os.PathLike[str],
+    scores: str | os.PathLike[str] | None,
+    *,
+    policy: bool,
+    view: str = RECORDED,
+    signal: TeacherSignal = "hidden",
 ) -> Rollouts:
-    """Read a trace, group its episodes, and check every row against the scores, which must be of `view`.
+    """Read a trace, group its episodes, and check every row against the scores, which must be of `view` and hold
+    `signal`.
 
     Raises:
         InputError: the trace is not valid (with the code of the first finding), the scores cannot be read, or
@@ -146,11 +155,11 @@ def load_rollouts(
     for invocation in trained:
         _check_ids(invocation, model.tokenizer)
         if store is not None:
-            row = _score_row(store, invocation)
+            row = _score_row(store, invocation, signal)
             _verify(store, row, invocation.output_ids[row.output_index])
         if policy:
             _behaviour(invocation)
-    return Rollouts(groups, metadata, store, policy, _digest(groups, policy))
+    return Rollouts(groups, metadata, store, signal, policy, _digest(groups, policy))
 
 
 def make_packs(
@@ -260,13 +269,14 @@ def _check_teacher(store: ScoresReader, tokenizer: Tokenizer) -> None:
         )
 
 
-def _score_row(store: ScoresReader, invocation: Invocation) -> ScoreRow:
+def _score_row(store: ScoresReader, invocation: Invocation, signal: TeacherSignal) -> ScoreRow:
     """The score row of an invocation, checked to be of its state and to hold every trained target."""
     where = f"{store.folder}: {invocation.name}"
     row = store.get(*invocation.key)
     again = "score the trace again"
-    if row is None or row.hidden is None:
-        what = "no score" if row is None else "a score without the teacher's states (signal 'hidden')"
+    held = None if row is None else {"hidden": row.hidden, "topk": row.topk_ids, "sampled": row.logprob}[signal]
+    if row is None or held is None:
+        what = "no score" if row is None else f"a score without the signal '{signal}'"
         raise InputError(f"{where}: {what}", code="E-SCORES-MISSING", hint=again)
     digest = invocation.compute_digest()
     if row.state_digest != digest:
@@ -309,7 +319,8 @@ def _join(
     advantages: Mapping[str, float],
 ) -> TrainPack:
     """Look up everything the trained targets of a pack need."""
-    targets, weight, advantage, behaviour, temperature, teacher, logsumexp = ([] for _ in range(7))
+    targets, weight, advantage, behaviour, temperature, logsumexp = ([] for _ in range(6))
+    teacher: list[TeacherRows] = []
     for number, state in enumerate(pack.states):
         invocation = by_key[state.episode_id, state.invocation_index]
         own = np.flatnonzero(pack.target_state_M == number)
@@ -323,16 +334,15 @@ def _join(
             behaviour.append(own_behaviour.logprobs[outputs])
             temperature.append(np.full(len(own), own_behaviour.temperature))
         if rollouts.scores is not None:
-            row = _score_row(rollouts.scores, invocation)
+            row = _score_row(rollouts.scores, invocation, rollouts.signal)
             place = np.empty(len(invocation.output_ids), np.int64)
             place[row.output_index] = np.arange(len(row.output_index))
-            assert row.hidden is not None  # _score_row refuses a row without
-            teacher.append(row.hidden[torch.from_numpy(place[outputs])])
+            teacher.append(_teacher_rows(row, rollouts.signal, place[outputs]))
             logsumexp.append((row.logsumexp if row.hidden_logsumexp is None else row.hidden_logsumexp)[place[outputs]])
     chosen = np.concatenate(targets)
     degrees = np.concatenate(temperature) if rollouts.policy else np.ones(1)
     run = None if rollouts.scores is None else rollouts.scores.metadata
-    is_held = run is not None and run.temperature == 1.0
+    is_held = run is not None and rollouts.signal == "hidden" and run.temperature == 1.0
     return TrainPack(
         pack=pack,
         row_M=_int64(pack.target_row_M[chosen]),
@@ -341,10 +351,29 @@ def _join(
         advantage_M=torch.from_numpy(np.concatenate(advantage)),
         behaviour_M=torch.from_numpy(np.concatenate(behaviour)) if rollouts.policy else None,
         temperature_M=torch.from_numpy(degrees) if (degrees != 1.0).any() else None,
-        teacher_ME=None if run is None else torch.cat(teacher),
+        teacher=None if run is None else _joined(teacher),
         teacher_logsumexp_M=torch.from_numpy(np.concatenate(logsumexp)) if is_held else None,
         tolerance=0.0 if run is None else run.tolerance,
     )
+
+
+def _teacher_rows(row: ScoreRow, signal: TeacherSignal, places: NDArray[np.int64]) -> TeacherRows:
+    """The rows of some targets; `_score_row` has refused a row without the signal."""
+    if signal == "hidden":
+        assert row.hidden is not None
+        return TeacherRows(hidden_ME=row.hidden[torch.from_numpy(places)])
+    if signal == "sampled":
+        return TeacherRows(logprob_M=torch.from_numpy(row.logprob[places]))
+    assert row.topk_ids is not None and row.topk_logprobs is not None and row.tail_logprob is not None
+    return TeacherRows(
+        topk_ids_MK=_int64(row.topk_ids[places]),
+        topk_logprobs_MK=torch.from_numpy(row.topk_logprobs[places]),
+        tail_logprob_M=torch.from_numpy(row.tail_logprob[places]),
+    )
+
+
+def _joined(rows: Sequence[TeacherRows]) -> TeacherRows:
+    return TeacherRows(*(None if part[0] is None else torch.cat(part) for part in zip(*rows, strict=True)))
 
 
 def _int64(array: NDArray[np.int32]) -> Tensor:

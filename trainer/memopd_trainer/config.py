@@ -18,7 +18,7 @@ from memopd_scorer.plan import Layout
 from memopd_trace.errors import InputError, UsageError, printable
 from memopd_trace.metadata import first_error
 from memopd_trace.schema import RECORDED
-from memopd_trainer.losses import DivergenceKind
+from memopd_trainer.divergences import DivergenceKind, Kind, SampledKind
 
 MAX_CONFIG_BYTES = 2**20
 # What PyYAML raises for text that it does not take: its own error, or whatever a converter of a scalar met.
@@ -41,12 +41,29 @@ class _Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
 
-class DivergenceConfig(_Section):
-    """The distillation term; `weight` is lambda, 0 = no teacher."""
+TeacherSignal = Literal["hidden", "topk", "sampled"]
 
-    kind: DivergenceKind = "reverse_kl"
+
+class DivergenceConfig(_Section):
+    """The distillation term; `weight` is lambda, 0 = no teacher.
+
+    `signal` is what of the scores it is taken from: the teacher's states, which give the whole vocabulary, its top-k
+    with the rest as one outcome, or the sampled token alone. `importance_clip` c weighs each token with
+    min(pi / behaviour, c), without gradient, for tokens that an older policy sampled; null = weight 1.
+    """
+
+    signal: TeacherSignal = "hidden"
+    kind: Kind = "reverse_kl"
     beta: float = Field(0.5, ge=0, le=1)
     weight: float = Field(1.0, ge=0)
+    importance_clip: float | None = Field(None, gt=0)
+
+    @model_validator(mode="after")
+    def _kind_fits_signal(self) -> DivergenceConfig:
+        kinds = get_args(SampledKind if self.signal == "sampled" else DivergenceKind)
+        if self.kind not in kinds:
+            raise ValueError(f"kind '{self.kind}' is not taken from the signal '{self.signal}': {', '.join(kinds)}")
+        return self
 
 
 class PolicyConfig(_Section):
@@ -93,6 +110,11 @@ class TrainConfig(_Section):
     seed: int = Field(0, ge=0, lt=2**64)
     save_every: Count | None = 50
     held_out: HeldOut | None = None
+
+    @property
+    def needs_behaviour(self) -> bool:
+        """Whether a term takes the ratio to the policy that sampled."""
+        return self.ppo.weight > 0 or (self.divergence.weight > 0 and self.divergence.importance_clip is not None)
 
     @model_validator(mode="after")
     def _has_a_signal(self) -> TrainConfig:

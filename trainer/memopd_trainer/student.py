@@ -17,7 +17,7 @@ from memopd_scorer.teacher import LoadedModel, check_trace, load
 from memopd_trace.errors import UsageError
 from memopd_trace.schema import RECORDED
 from memopd_trainer.batch import Rollouts, load_rollouts, make_packs
-from memopd_trainer.losses import divergence
+from memopd_trainer.divergences import divergence
 
 
 def load_student(source: str | os.PathLike[str], rollouts: Rollouts, *, dtype: str, device: str) -> LoadedModel:
@@ -72,11 +72,11 @@ def measure_kl(student: LoadedModel, rollouts: Rollouts, layout: Layout, max_tok
     tokens = 0
     for train_pack in make_packs(rollouts, rollouts.groups, {}, layout=student.layout(layout), max_tokens=max_tokens):
         hidden_RD = student.states(train_pack.pack)
-        assert train_pack.teacher_ME is not None
+        assert train_pack.teacher is not None and train_pack.teacher.hidden_ME is not None
         logsumexps = []
         for start, stop in iter_chunks(len(train_pack.row_M), teacher.size):
             logits_CV = student.head.logits(hidden_RD[train_pack.row_M[start:stop].to(device)])
-            teacher_CE = train_pack.teacher_ME[start:stop].to(device)
+            teacher_CE = train_pack.teacher.hidden_ME[start:stop].to(device)
             teacher_CV = teacher.logits(teacher_CE).to(logits_CV.dtype)
             logsumexps.append(teacher_CV.logsumexp(1))
             reverse += float(divergence(logits_CV, teacher_CV, "reverse_kl").sum(dtype=torch.float64))

@@ -28,7 +28,6 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from memopd_scorer.head import Head
 from memopd_scorer.plan import Layout
 from memopd_scorer.teacher import LoadedModel
 from memopd_trace.disk import exclusive
@@ -43,7 +42,7 @@ from memopd_trainer.checkpoint import (
     save_checkpoint,
 )
 from memopd_trainer.config import TrainConfig
-from memopd_trainer.losses import clipped_policy_loss, row_losses
+from memopd_trainer.losses import Teacher, clipped_policy_loss, row_losses
 from memopd_trainer.metrics import METRICS, MetricsFile, StepMetrics, StepSums
 from memopd_trainer.student import head_on, load_student, measure_kl
 
@@ -88,14 +87,14 @@ def train(config: TrainConfig, *, on_step: Callable[[StepMetrics], None] | None 
     """
     started = time.perf_counter()
     torch.manual_seed(config.seed)
-    policy = config.ppo.weight > 0
     scores = config.scores if config.divergence.weight > 0 else None
-    rollouts = load_rollouts(config.trace, scores, policy=policy, view=config.view)
+    signal = config.divergence.signal
+    rollouts = load_rollouts(config.trace, scores, policy=config.needs_behaviour, view=config.view, signal=signal)
     held_out = None
     if config.held_out is not None:
         held_out = load_rollouts(config.held_out.trace, config.held_out.scores, policy=False, view=config.view)
     advantages = Advantages({}, 0)
-    if policy:
+    if config.ppo.weight > 0:
         advantages = group_advantages(rollouts.groups, normalise_std=config.ppo.normalise_std)
     _check_groups_per_step(config, rollouts)
     with exclusive(Path(config.output), "training into"):
@@ -117,7 +116,7 @@ def _run(
     if start > config.steps:
         raise UsageError(f"{output}: is at step {start} already, the configuration asks for {config.steps} steps")
     student = load_student(checkpoint or config.student, rollouts, dtype=config.dtype, device=config.device)
-    teacher = None if rollouts.scores is None else head_on(rollouts.scores.head(), student.head.weight_VD.device)
+    teacher = make_teacher(rollouts, config, student.head.weight_VD.device)
     optimizer = make_optimizer(student.model, config)
     identity = _identity(config, rollouts)
     if checkpoint is not None:
@@ -165,7 +164,7 @@ def train_step(
     rollouts: Rollouts,
     advantages: Advantages,
     student: LoadedModel,
-    teacher: Head | None,
+    teacher: Teacher | None,
     optimizer: torch.optim.Optimizer,
     config: TrainConfig,
 ) -> StepMetrics:
@@ -188,7 +187,7 @@ def train_step(
 
 
 def pack_loss(
-    student: LoadedModel, teacher: Head | None, train_pack: TrainPack, config: TrainConfig, sums: StepSums
+    student: LoadedModel, teacher: Teacher | None, train_pack: TrainPack, config: TrainConfig, sums: StepSums
 ) -> Tensor:
     """The share that one pack has in a step's loss, a differentiable scalar; `sums` collects its metrics.
 
@@ -203,25 +202,38 @@ def pack_loss(
         train_pack.ids_M.to(on),
         temperature_M=None if train_pack.temperature_M is None else train_pack.temperature_M.to(on),
         teacher=teacher,
-        teacher_ME=None if train_pack.teacher_ME is None else train_pack.teacher_ME.to(on),
-        kind=config.divergence.kind,
-        beta=config.divergence.beta,
+        rows=None if train_pack.teacher is None else train_pack.teacher.each(lambda tensor: tensor.to(on)),
     )
     if out.teacher_logsumexp_M is not None:
         train_pack.check_teacher(out.teacher_logsumexp_M)
     weight_M = train_pack.weight_M.to(out.logprob_M)
     loss = torch.zeros_like(out.logprob_M.sum())
-    if out.divergence_M is not None:
-        loss = loss + config.divergence.weight * (weight_M * out.divergence_M).sum()
-        sums.add_divergence(weight_M, out.divergence_M)
+    ratio_M = None
     if train_pack.behaviour_M is not None:
         ratio_M = (out.logprob_M - train_pack.behaviour_M.to(out.logprob_M)).exp()
+    if out.divergence_M is not None:
+        divergence_M = out.divergence_M
+        if config.divergence.importance_clip is not None:
+            assert ratio_M is not None
+            divergence_M = ratio_M.detach().clamp(max=config.divergence.importance_clip) * divergence_M
+        loss = loss + config.divergence.weight * (weight_M * divergence_M).sum()
+        sums.add_divergence(weight_M, out.divergence_M)
+    if config.ppo.weight > 0:
+        assert ratio_M is not None
         advantage_M = train_pack.advantage_M.to(out.logprob_M)
         policy_M = clipped_policy_loss(ratio_M, advantage_M, config.ppo.clip)
         loss = loss + config.ppo.weight * (weight_M * policy_M).sum()
         sums.add_policy(weight_M, ratio_M, advantage_M, policy_M, config.ppo.clip)
     sums.add_pack(loss, weight_M, out.entropy_M, train_pack.pack.logical_tokens, len(train_pack.pack))
     return loss
+
+
+def make_teacher(rollouts: Rollouts, config: TrainConfig, device: torch.device) -> Teacher | None:
+    """What the student is held against, with the teacher's head on `device` where states are the signal."""
+    if rollouts.scores is None:
+        return None
+    head = head_on(rollouts.scores.head(), device) if rollouts.signal == "hidden" else None
+    return Teacher(config.divergence.kind, config.divergence.beta, head, rollouts.scores.metadata.temperature)
 
 
 def draw_groups(count: int, per_step: int | None, step: int, seed: int) -> list[int]:
