@@ -23,7 +23,8 @@ from memopd_trace.errors import InputError, UsageError
 from memopd_trace.invocation import Episode, Invocation, Media, Sampling
 from memopd_trace.storage import write
 from memopd_trainer.advantages import group_advantages
-from memopd_trainer.batch import Rollouts, load_rollouts, make_packs
+from memopd_trainer.batch import Rollouts, load_rollouts
+from memopd_trainer.packs import make_packs
 from memopd_trainer.train import train
 
 

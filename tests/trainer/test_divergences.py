@@ -19,11 +19,12 @@ from memopd_scorer.scoring import score
 from memopd_trace.errors import InputError, UsageError
 from memopd_trainer import train
 from memopd_trainer.advantages import trained_mask
-from memopd_trainer.batch import load_rollouts, make_packs
+from memopd_trainer.batch import load_rollouts
 from memopd_trainer.divergences import DivergenceKind, SampledKind, divergence, sampled_divergence, topk_divergence
 from memopd_trainer.losses import Teacher, TeacherRows, row_losses
 from memopd_trainer.metrics import StepSums
-from memopd_trainer.train import make_teacher, pack_loss
+from memopd_trainer.objective import make_teacher, pack_loss
+from memopd_trainer.packs import make_packs
 
 KINDS: list[tuple[DivergenceKind, float]] = [("reverse_kl", 0.5), ("forward_kl", 0.5), ("jsd", 0.5), ("jsd", 0.2)]
 SAMPLED: list[SampledKind] = ["k1", "k2", "k3"]

@@ -25,10 +25,12 @@ from memopd_trace.invocation import Episode, Invocation, Sampling
 from memopd_trace.storage import write
 from memopd_trainer import evaluate_kl, train
 from memopd_trainer.advantages import group_advantages, trained_mask
-from memopd_trainer.batch import load_rollouts, make_packs
+from memopd_trainer.batch import load_rollouts
 from memopd_trainer.config import TrainConfig
 from memopd_trainer.metrics import StepMetrics, StepSums
-from memopd_trainer.train import draw_groups, make_teacher, pack_loss
+from memopd_trainer.objective import make_teacher, pack_loss
+from memopd_trainer.packs import make_packs
+from memopd_trainer.train import draw_groups
 
 Gradients = dict[str, Tensor]
 

@@ -1,14 +1,11 @@
-"""Rollouts joined with their scores, and the packs of one training step.
+"""Rollouts, checked and joined with their scores.
 
 The trace is validated first (profile `policy` while the policy term is on, else `core`). A target is known by
 its state and its index into `output_ids`, here as in the scorer's plan; the join looks each one up by that
 key and refuses whatever does not belong: another state, another tokenizer, a missing score, a stored state
 that does not give its stored log-probability. All of this is checked once, before the first step.
 
-Only invocations with a trained token are packed, and only trained tokens become targets: everything else has
-neither loss nor gradient.
-
-Shape legend: M trained targets of a pack, R prediction rows, K ids of a top-k, E teacher width.
+Shape legend: M trained tokens of an invocation.
 """
 
 from __future__ import annotations
@@ -16,17 +13,12 @@ from __future__ import annotations
 import hashlib
 import os
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import torch
-from numpy.typing import NDArray
-from torch import Tensor
 
-from memopd_scorer.plan import Layout, Pack, plan_states
 from memopd_scorer.scores import ScoreRow, ScoresReader
-from memopd_scorer.states import state_of
 from memopd_trace.behaviour import Behaviour, behaviour_of
 from memopd_trace.errors import InputError, UsageError, printable
 from memopd_trace.invocation import IDS, Episode, Invocation
@@ -35,9 +27,8 @@ from memopd_trace.places import Place
 from memopd_trace.schema import RECORDED
 from memopd_trace.storage import TraceReader
 from memopd_trace.validate import require_valid
-from memopd_trainer.advantages import token_weights, trained_mask
+from memopd_trainer.advantages import trained_mask
 from memopd_trainer.config import TeacherSignal
-from memopd_trainer.losses import TeacherRows
 
 Group = Sequence[Episode]
 
@@ -78,46 +69,6 @@ class Rollouts:
         return f"{self.digest} {self.scores_digest}"
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class TrainPack:
-    """A pack and what its trained targets need; tensors are on the CPU."""
-
-    pack: Pack
-    row_M: Tensor  # int64, index into rows_R
-    ids_M: Tensor  # int64
-    weight_M: Tensor  # float64, sums to 1 over the packs of a step
-    advantage_M: Tensor  # float64
-    behaviour_M: Tensor | None  # float64 nats, see `memopd_trace.behaviour`; None = no policy term
-    temperature_M: Tensor | None  # float64, None = 1 throughout
-    teacher: TeacherRows | None  # states in the teacher's dtype (float32 where stored in a tier), or float32 nats
-    teacher_logsumexp_M: Tensor | None  # float32 nats, stored: what these states and the teacher's head must give
-    tolerance: float  # nats, of that
-
-    @property
-    def episode_ids(self) -> tuple[str, ...]:
-        """The episodes of its states, each once."""
-        return tuple(dict.fromkeys(s.episode_id for s in self.pack.states))
-
-    def check_teacher(self, logsumexp_M: Tensor) -> None:
-        """Hold the log-sum-exp of the rebuilt teacher's logits against the stored one, for every target: the whole
-        vocabulary is there anyway when it is trained on.
-
-        Raises:
-            InputError: `E-SCORES-CHECK`.
-        """
-        if self.teacher_logsumexp_M is None:
-            return
-        off_M = (logsumexp_M.detach().cpu().double() - self.teacher_logsumexp_M).abs()
-        if bool((off_M <= self.tolerance).all()):
-            return
-        raise InputError(
-            f"stored states of {', '.join(map(printable, self.episode_ids[:3]))} do not give their log-sum-exp, off "
-            f"by up to {float(off_M.nan_to_num(torch.inf).max()):.2e} nats (limit {self.tolerance:.2g})",
-            code="E-SCORES-CHECK",
-            hint="these scores are not of this head and these states; score again",
-        )
-
-
 def load_rollouts(
     trace: str | os.PathLike[str],
     scores: str | os.PathLike[str] | None,
@@ -155,31 +106,11 @@ def load_rollouts(
     for invocation in trained:
         _check_ids(invocation, model.tokenizer)
         if store is not None:
-            row = _score_row(store, invocation, signal)
+            row = score_row(store, invocation, signal)
             _verify(store, row, invocation.output_ids[row.output_index])
         if policy:
-            _behaviour(invocation)
+            behaviour_row(invocation)
     return Rollouts(groups, metadata, store, signal, policy, _digest(groups, policy))
-
-
-def make_packs(
-    rollouts: Rollouts,
-    groups: Sequence[Group],
-    advantages: Mapping[str, float],
-    *,
-    layout: Layout = "tree",
-    max_tokens: int = 8192,
-) -> Iterator[TrainPack]:
-    """The packs of one step over `groups`; the weights of all their targets sum to 1.
-
-    `advantages` maps episode ids (a missing one has 0); states are planned exactly as for scoring.
-    """
-    weights = token_weights(groups)
-    by_key = {i.key: i for group in groups for e in group for i in e if trained_mask(i).any()}
-    size = rollouts.tokenizer.size
-    states = [[state_of(i, vocabulary=size) for e in group for i in e if i.key in by_key] for group in groups]
-    for pack in plan_states(states, layout=layout, max_tokens=max_tokens):
-        yield _join(rollouts, pack, by_key, weights, advantages)
 
 
 def _grouped(episodes: Iterable[Episode]) -> tuple[Group, ...]:
@@ -203,7 +134,7 @@ def _digest(groups: Sequence[Group], policy: bool) -> str:
             if policy:
                 said.append(invocation.reward)
                 if mask.any():
-                    behaviour = _behaviour(invocation)
+                    behaviour = behaviour_row(invocation)
                     said.append(behaviour.temperature)
                     logprobs = behaviour.logprobs[mask]
             h.update(repr(said).encode() + invocation.compute_digest() + mask.tobytes())
@@ -223,8 +154,8 @@ def _one_model(path: Place, invocations: Sequence[Invocation]) -> str:
     return next(iter(counts))
 
 
-def _behaviour(invocation: Invocation) -> Behaviour:
-    """The behaviour of a trained row, which a ratio can be taken with."""
+def behaviour_row(invocation: Invocation) -> Behaviour:
+    """The behaviour of a trained invocation, which a ratio can be taken with."""
     behaviour = behaviour_of(invocation)
     if behaviour.reason is not None:
         raise InputError(
@@ -269,7 +200,7 @@ def _check_teacher(store: ScoresReader, tokenizer: Tokenizer) -> None:
         )
 
 
-def _score_row(store: ScoresReader, invocation: Invocation, signal: TeacherSignal) -> ScoreRow:
+def score_row(store: ScoresReader, invocation: Invocation, signal: TeacherSignal) -> ScoreRow:
     """The score row of an invocation, checked to be of its state and to hold every trained target."""
     where = f"{store.folder}: {invocation.name}"
     row = store.get(*invocation.key)
@@ -309,72 +240,3 @@ def _verify(store: ScoresReader, row: ScoreRow, ids_M: IDS) -> None:
         return
     for _ in store.logprobs(row, ids_M):
         pass
-
-
-def _join(
-    rollouts: Rollouts,
-    pack: Pack,
-    by_key: Mapping[tuple[str, int], Invocation],
-    weights: Mapping[str, float],
-    advantages: Mapping[str, float],
-) -> TrainPack:
-    """Look up everything the trained targets of a pack need."""
-    targets, weight, advantage, behaviour, temperature, logsumexp = ([] for _ in range(6))
-    teacher: list[TeacherRows] = []
-    for number, state in enumerate(pack.states):
-        invocation = by_key[state.episode_id, state.invocation_index]
-        own = np.flatnonzero(pack.target_state_M == number)
-        own = own[trained_mask(invocation)[pack.target_output_M[own]]]
-        outputs = pack.target_output_M[own]
-        targets.append(own)
-        weight.append(np.full(len(own), weights[state.episode_id]))
-        advantage.append(np.full(len(own), advantages.get(state.episode_id, 0.0)))
-        if rollouts.policy:
-            own_behaviour = _behaviour(invocation)
-            behaviour.append(own_behaviour.logprobs[outputs])
-            temperature.append(np.full(len(own), own_behaviour.temperature))
-        if rollouts.scores is not None:
-            row = _score_row(rollouts.scores, invocation, rollouts.signal)
-            place = np.empty(len(invocation.output_ids), np.int64)
-            place[row.output_index] = np.arange(len(row.output_index))
-            teacher.append(_teacher_rows(row, rollouts.signal, place[outputs]))
-            logsumexp.append((row.logsumexp if row.hidden_logsumexp is None else row.hidden_logsumexp)[place[outputs]])
-    chosen = np.concatenate(targets)
-    degrees = np.concatenate(temperature) if rollouts.policy else np.ones(1)
-    run = None if rollouts.scores is None else rollouts.scores.metadata
-    is_held = run is not None and rollouts.signal == "hidden" and run.temperature == 1.0
-    return TrainPack(
-        pack=pack,
-        row_M=_int64(pack.target_row_M[chosen]),
-        ids_M=_int64(pack.target_ids_M[chosen]),
-        weight_M=torch.from_numpy(np.concatenate(weight)),
-        advantage_M=torch.from_numpy(np.concatenate(advantage)),
-        behaviour_M=torch.from_numpy(np.concatenate(behaviour)) if rollouts.policy else None,
-        temperature_M=torch.from_numpy(degrees) if (degrees != 1.0).any() else None,
-        teacher=None if run is None else _joined(teacher),
-        teacher_logsumexp_M=torch.from_numpy(np.concatenate(logsumexp)) if is_held else None,
-        tolerance=0.0 if run is None else run.tolerance,
-    )
-
-
-def _teacher_rows(row: ScoreRow, signal: TeacherSignal, places: NDArray[np.int64]) -> TeacherRows:
-    """The rows of some targets; `_score_row` has refused a row without the signal."""
-    if signal == "hidden":
-        assert row.hidden is not None
-        return TeacherRows(hidden_ME=row.hidden[torch.from_numpy(places)])
-    if signal == "sampled":
-        return TeacherRows(logprob_M=torch.from_numpy(row.logprob[places]))
-    assert row.topk_ids is not None and row.topk_logprobs is not None and row.tail_logprob is not None
-    return TeacherRows(
-        topk_ids_MK=_int64(row.topk_ids[places]),
-        topk_logprobs_MK=torch.from_numpy(row.topk_logprobs[places]),
-        tail_logprob_M=torch.from_numpy(row.tail_logprob[places]),
-    )
-
-
-def _joined(rows: Sequence[TeacherRows]) -> TeacherRows:
-    return TeacherRows(*(None if part[0] is None else torch.cat(part) for part in zip(*rows, strict=True)))
-
-
-def _int64(array: NDArray[np.int32]) -> Tensor:
-    return torch.from_numpy(array.astype(np.int64))

@@ -16,14 +16,18 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import nn
 from transformers import AutoTokenizer, PreTrainedModel
 
 from memopd_scorer.teacher import quiet_transformers
 from memopd_trace.disk import atomic_folder
 from memopd_trace.errors import CheckFailed, InputError, UsageError, first_line, printable
 from memopd_trace.places import file_sha256
+from memopd_trainer.critic import ValueHead
 
 STATE = "trainer_state.pt"
+CRITIC = "critic.safetensors"
 MANIFEST = "checkpoint.json"
 ANOTHER_FOLDER = "train into another folder, with an older checkpoint as the student, or start again"
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -57,7 +61,7 @@ def write_manifest(folder: Path, step: int) -> None:
     (folder / MANIFEST).write_text(json.dumps({"step": step, "files": files}, indent=1) + "\n")
 
 
-def check_finite(model: PreTrainedModel, step: int) -> None:
+def check_finite(model: nn.Module, step: int) -> None:
     """Raises:
     CheckFailed: a parameter holds a value that is no finite number.
     """
@@ -91,6 +95,7 @@ def save_checkpoint(
     identity: Mapping[str, Any],
     *,
     student: str,
+    critic: ValueHead | None = None,
 ) -> Path:
     """Write `output/step-<step>` and return it.
 
@@ -102,6 +107,8 @@ def save_checkpoint(
         CheckFailed: they are not finite; nothing is written.
     """
     check_finite(model, step)
+    if critic is not None:
+        check_finite(critic, step)
     folder = output / _name(step)
     try:
         with atomic_folder(folder) as temporary:
@@ -110,6 +117,8 @@ def save_checkpoint(
                 copy_all_but_weights(Path(student), temporary)
             else:
                 AutoTokenizer.from_pretrained(student, trust_remote_code=False).save_pretrained(temporary)
+            if critic is not None:
+                save_file(critic.state_dict(), temporary / CRITIC)
             state = {"step": step, "identity": dict(identity), "optimizer": optimizer.state_dict()}
             torch.save(state | {"shapes": _shapes(optimizer)}, temporary / STATE)
             write_manifest(temporary, step)
@@ -169,6 +178,18 @@ def restore_optimizer(
         raise InputError(f"{file}: is not of the model beside it", hint=ANOTHER_FOLDER)
     # the groups are made of the configuration, which is the same
     optimizer.load_state_dict({"state": moments, "param_groups": optimizer.state_dict()["param_groups"]})
+
+
+def load_critic(folder: Path, critic: ValueHead) -> None:
+    """Load the value head of a checkpoint, whose files were verified.
+
+    Raises:
+        InputError: it is of another width.
+    """
+    try:
+        critic.load_state_dict(load_file(folder / CRITIC))
+    except (SafetensorError, OSError, RuntimeError) as error:
+        raise InputError(f"{folder / CRITIC}: cannot be read: {first_line(error)}", hint=ANOTHER_FOLDER) from None
 
 
 def _moments_fit(moments: Mapping[Any, Any], shapes: list[list[int]]) -> bool:

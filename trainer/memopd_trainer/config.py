@@ -66,12 +66,34 @@ class DivergenceConfig(_Section):
         return self
 
 
+class CriticConfig(_Section):
+    """The value head and how it gives credit (`memopd_trainer.critic`). `lr` is its own; `weight` is that of its loss;
+    with `shared` that loss also trains the student's layers."""
+
+    gamma: float = Field(1.0, ge=0, le=1)
+    lam: float = Field(1.0, ge=0, le=1)
+    lr: float = Field(1e-5, ge=0)
+    weight: float = Field(1.0, gt=0)
+    shared: bool = False
+
+
 class PolicyConfig(_Section):
-    """The clipped policy term; `weight` 0 = no reward is used."""
+    """The clipped policy term; `weight` 0 = no reward is used.
+
+    `advantage`: `group` compares the returns of a group's episodes, `gae` takes a critic's values token by token.
+    `normalise_std` divides by the standard deviation: of the group's returns, or of the step's advantages.
+    """
 
     weight: float = Field(1.0, ge=0)
     clip: float = Field(0.2, gt=0, lt=1)
+    advantage: Literal["group", "gae"] = "group"
     normalise_std: bool = False
+    critic: CriticConfig = CriticConfig()
+
+    @property
+    def has_critic(self) -> bool:
+        """Whether a value head is trained."""
+        return self.weight > 0 and self.advantage == "gae"
 
 
 class HeldOut(_Section):

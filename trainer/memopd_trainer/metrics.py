@@ -34,6 +34,7 @@ class StepMetrics:
     ratio_min: float | None
     ratio_max: float | None
     clip_fraction: float | None  # share of the step's trained tokens
+    value_loss: float | None
     entropy: float
     grad_norm: float  # before clipping
     lr: float
@@ -51,6 +52,7 @@ class StepSums:
     entropy: float = 0.0
     divergence: float | None = None
     ppo: float | None = None
+    value_loss: float | None = None
     ratio: float | None = None
     ratio_min: float | None = None
     ratio_max: float | None = None
@@ -72,6 +74,10 @@ class StepSums:
         self.ratio_max = max(-math.inf if self.ratio_max is None else self.ratio_max, float(ratio_M.max()))
         self.clipped += int(is_clipped(ratio_M, advantage_M, clip).sum())
 
+    def add_value(self, weight_M: Tensor, loss_M: Tensor) -> None:
+        """Count the value term of a pack."""
+        self.value_loss = (self.value_loss or 0.0) + _mean(weight_M, loss_M)
+
     def add_pack(self, loss: Tensor, weight_M: Tensor, entropy_M: Tensor, logical: int, executed: int) -> None:
         """Count what every pack has."""
         self.loss += float(loss.detach())
@@ -91,6 +97,7 @@ class StepSums:
             ratio_min=self.ratio_min,
             ratio_max=self.ratio_max,
             clip_fraction=None if self.ratio is None else self.clipped / self.trained_tokens,
+            value_loss=self.value_loss,
             entropy=self.entropy,
             grad_norm=grad_norm,
             lr=lr,

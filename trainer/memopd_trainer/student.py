@@ -16,8 +16,9 @@ from memopd_scorer.signals import iter_chunks
 from memopd_scorer.teacher import LoadedModel, check_trace, load
 from memopd_trace.errors import UsageError
 from memopd_trace.schema import RECORDED
-from memopd_trainer.batch import Rollouts, load_rollouts, make_packs
+from memopd_trainer.batch import Rollouts, load_rollouts
 from memopd_trainer.divergences import divergence
+from memopd_trainer.packs import make_packs
 
 
 def load_student(source: str | os.PathLike[str], rollouts: Rollouts, *, dtype: str, device: str) -> LoadedModel:

@@ -1,21 +1,19 @@
 """The reference trainer: PPO on the final reward plus full-vocabulary distillation, state by recorded state.
 
-    loss = sum over trained tokens  w * (ppo.weight * PPO + divergence.weight * D(student, teacher))
-
-with the weights w of `memopd_trainer.advantages` (they sum to 1 over a step). One step: draw groups, plan
-their states as the scorer does, run each pack once, both losses from one pass over its targets, backward, one
-AdamW update. Dropout stays off, so that at unchanged weights every ratio is 1. Training in an existing output
-folder goes on from its newest checkpoint and ends with the same bits as an uninterrupted run (on the CPU).
+The loss is `memopd_trainer.objective`'s, with the weights w of `memopd_trainer.advantages` (they sum to 1 over a
+step). One step: draw groups, plan their states as the scorer does, ask the critic (if there is one) for values, run
+each pack once, all losses from one pass over its targets, backward, one AdamW update. Dropout stays off, so that at
+unchanged weights every ratio is 1. Training in an existing output folder goes on from its newest checkpoint and ends
+with the same bits as an uninterrupted run (on the CPU).
 
 What a step draws depends on the seed and its number alone: each epoch is a new permutation of the groups, cut
 into whole steps; a rest of fewer groups is left for other epochs.
-
-Shape legend: M trained targets of a pack, R prediction rows, D student width.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import time
 from collections.abc import Callable, Sequence
@@ -25,7 +23,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 from transformers import PreTrainedModel
 
 from memopd_scorer.plan import Layout
@@ -33,18 +30,22 @@ from memopd_scorer.teacher import LoadedModel
 from memopd_trace.disk import exclusive
 from memopd_trace.errors import CheckFailed, UsageError
 from memopd_trainer.advantages import Advantages, group_advantages
-from memopd_trainer.batch import Group, Rollouts, TrainPack, load_rollouts, make_packs
+from memopd_trainer.batch import Group, Rollouts, load_rollouts
 from memopd_trainer.checkpoint import (
     FREE_KEYS,
     latest_checkpoint,
+    load_critic,
     remove_unfinished,
     restore_optimizer,
     save_checkpoint,
 )
 from memopd_trainer.config import TrainConfig
-from memopd_trainer.losses import Teacher, clipped_policy_loss, row_losses
+from memopd_trainer.critic import ValueHead, estimate_values, token_credit
+from memopd_trainer.losses import Teacher
 from memopd_trainer.metrics import METRICS, MetricsFile, StepMetrics, StepSums
-from memopd_trainer.student import head_on, load_student, measure_kl
+from memopd_trainer.objective import make_teacher, pack_loss
+from memopd_trainer.packs import make_packs
+from memopd_trainer.student import load_student, measure_kl
 
 TRACE_DIGEST, SCORES_DIGEST = "digest of the trace", "digest of the scores"
 
@@ -94,7 +95,7 @@ def train(config: TrainConfig, *, on_step: Callable[[StepMetrics], None] | None 
     if config.held_out is not None:
         held_out = load_rollouts(config.held_out.trace, config.held_out.scores, policy=False, view=config.view)
     advantages = Advantages({}, 0)
-    if config.ppo.weight > 0:
+    if config.ppo.weight > 0 and not config.ppo.has_critic:
         advantages = group_advantages(rollouts.groups, normalise_std=config.ppo.normalise_std)
     _check_groups_per_step(config, rollouts)
     with exclusive(Path(config.output), "training into"):
@@ -117,11 +118,14 @@ def _run(
         raise UsageError(f"{output}: is at step {start} already, the configuration asks for {config.steps} steps")
     student = load_student(checkpoint or config.student, rollouts, dtype=config.dtype, device=config.device)
     teacher = make_teacher(rollouts, config, student.head.weight_VD.device)
-    optimizer = make_optimizer(student.model, config)
+    critic = _make_critic(student, config)
+    optimizer = make_optimizer(student.model, config, critic)
     identity = _identity(config, rollouts)
     if checkpoint is not None:
         data = {TRACE_DIGEST: config.trace, SCORES_DIGEST: config.scores}
         restore_optimizer(checkpoint, optimizer, identity, data)
+        if critic is not None:
+            load_critic(checkpoint, critic)
     log = MetricsFile(output / METRICS, start)
     before = after = first = last = None
     if held_out is not None:
@@ -130,13 +134,15 @@ def _run(
     for step in range(start + 1, config.steps + 1):
         drawn = draw_groups(len(rollouts.groups), config.groups_per_step, step, config.seed)
         groups = [rollouts.groups[g] for g in drawn]
-        last = train_step(step, groups, rollouts, advantages, student, teacher, optimizer, config)
+        last = train_step(step, groups, rollouts, advantages, student, teacher, critic, optimizer, config)
         first = first or last
         log.write(dataclasses.asdict(last))
         if on_step is not None:
             on_step(last)
         if step == config.steps or (config.save_every and step % config.save_every == 0):
-            checkpoint = save_checkpoint(output, step, student.model, optimizer, identity, student=config.student)
+            checkpoint = save_checkpoint(
+                output, step, student.model, optimizer, identity, student=config.student, critic=critic
+            )
 
     if held_out is not None:
         after = _measure(config.steps, log, student, held_out, config)
@@ -165,75 +171,35 @@ def train_step(
     advantages: Advantages,
     student: LoadedModel,
     teacher: Teacher | None,
+    critic: ValueHead | None,
     optimizer: torch.optim.Optimizer,
     config: TrainConfig,
 ) -> StepMetrics:
     """One update. The packs hold the weights of the whole step, so their losses and gradients add up."""
     started = time.perf_counter()
-    lr = config.lr * min(1.0, step / max(1, config.warmup_steps))
+    warm = min(1.0, step / max(1, config.warmup_steps))
     for group in optimizer.param_groups:
-        group["lr"] = lr
+        group["lr"] = warm * group["initial_lr"]
     optimizer.zero_grad(set_to_none=True)
+    packed = functools.partial(
+        make_packs, rollouts, groups, layout=student.layout(config.layout), max_tokens=config.max_tokens
+    )
+    credit = None
+    if critic is not None:
+        values = estimate_values(student, critic, packed({}))
+        c = config.ppo.critic
+        credit = token_credit(groups, values, gamma=c.gamma, lam=c.lam, normalise_std=config.ppo.normalise_std)
     sums = StepSums()
-    layout = student.layout(config.layout)
-    for train_pack in make_packs(rollouts, groups, advantages.by_episode, layout=layout, max_tokens=config.max_tokens):
-        loss = pack_loss(student, teacher, train_pack, config, sums)
+    for train_pack in packed(advantages.by_episode, credit=credit):
+        loss = pack_loss(student, teacher, train_pack, config, sums, critic)
         _check_finite(float(loss.detach()), "loss", step, train_pack.episode_ids)
         loss.backward()
     norm = float(torch.nn.utils.clip_grad_norm_(student.model.parameters(), config.grad_clip))
     _check_finite(norm, "gradient norm", step, [e.episode_id for g in groups for e in g])
+    if critic is not None:
+        torch.nn.utils.clip_grad_norm_(critic.parameters(), config.grad_clip)
     optimizer.step()
-    return sums.finish(step=step, grad_norm=norm, lr=lr, seconds=time.perf_counter() - started)
-
-
-def pack_loss(
-    student: LoadedModel, teacher: Teacher | None, train_pack: TrainPack, config: TrainConfig, sums: StepSums
-) -> Tensor:
-    """The share that one pack has in a step's loss, a differentiable scalar; `sums` collects its metrics.
-
-    The ratio is pi(token) / behaviour(token), both over the whole vocabulary at the sampling temperature (at
-    1 where raw log-probabilities were recorded); see `memopd_trace.behaviour`.
-    """
-    hidden_RD = student.states(train_pack.pack)
-    on = hidden_RD.device
-    out = row_losses(
-        student.head,
-        hidden_RD.index_select(0, train_pack.row_M.to(on)),
-        train_pack.ids_M.to(on),
-        temperature_M=None if train_pack.temperature_M is None else train_pack.temperature_M.to(on),
-        teacher=teacher,
-        rows=None if train_pack.teacher is None else train_pack.teacher.each(lambda tensor: tensor.to(on)),
-    )
-    if out.teacher_logsumexp_M is not None:
-        train_pack.check_teacher(out.teacher_logsumexp_M)
-    weight_M = train_pack.weight_M.to(out.logprob_M)
-    loss = torch.zeros_like(out.logprob_M.sum())
-    ratio_M = None
-    if train_pack.behaviour_M is not None:
-        ratio_M = (out.logprob_M - train_pack.behaviour_M.to(out.logprob_M)).exp()
-    if out.divergence_M is not None:
-        divergence_M = out.divergence_M
-        if config.divergence.importance_clip is not None:
-            assert ratio_M is not None
-            divergence_M = ratio_M.detach().clamp(max=config.divergence.importance_clip) * divergence_M
-        loss = loss + config.divergence.weight * (weight_M * divergence_M).sum()
-        sums.add_divergence(weight_M, out.divergence_M)
-    if config.ppo.weight > 0:
-        assert ratio_M is not None
-        advantage_M = train_pack.advantage_M.to(out.logprob_M)
-        policy_M = clipped_policy_loss(ratio_M, advantage_M, config.ppo.clip)
-        loss = loss + config.ppo.weight * (weight_M * policy_M).sum()
-        sums.add_policy(weight_M, ratio_M, advantage_M, policy_M, config.ppo.clip)
-    sums.add_pack(loss, weight_M, out.entropy_M, train_pack.pack.logical_tokens, len(train_pack.pack))
-    return loss
-
-
-def make_teacher(rollouts: Rollouts, config: TrainConfig, device: torch.device) -> Teacher | None:
-    """What the student is held against, with the teacher's head on `device` where states are the signal."""
-    if rollouts.scores is None:
-        return None
-    head = head_on(rollouts.scores.head(), device) if rollouts.signal == "hidden" else None
-    return Teacher(config.divergence.kind, config.divergence.beta, head, rollouts.scores.metadata.temperature)
+    return sums.finish(step=step, grad_norm=norm, lr=warm * config.lr, seconds=time.perf_counter() - started)
 
 
 def draw_groups(count: int, per_step: int | None, step: int, seed: int) -> list[int]:
@@ -244,12 +210,17 @@ def draw_groups(count: int, per_step: int | None, step: int, seed: int) -> list[
     return [int(g) for g in order[place * per_step : (place + 1) * per_step]]
 
 
-def make_optimizer(model: PreTrainedModel, config: TrainConfig) -> torch.optim.AdamW:
-    """AdamW; matrices decay, vectors (norms, biases) do not."""
+def make_optimizer(model: PreTrainedModel, config: TrainConfig, critic: ValueHead | None = None) -> torch.optim.AdamW:
+    """AdamW; matrices decay, vectors (norms, biases) and the critic do not."""
     parameters = list(model.parameters())
     matrices, vectors = [p for p in parameters if p.ndim >= 2], [p for p in parameters if p.ndim < 2]
     groups: list[dict[str, Any]] = [{"params": matrices}, {"params": vectors, "weight_decay": 0.0}]
-    return torch.optim.AdamW(groups, lr=config.lr, weight_decay=config.weight_decay)
+    if critic is not None:
+        groups.append({"params": list(critic.parameters()), "weight_decay": 0.0, "lr": config.ppo.critic.lr})
+    optimizer = torch.optim.AdamW(groups, lr=config.lr, weight_decay=config.weight_decay)
+    for group in optimizer.param_groups:
+        group["initial_lr"] = group["lr"]
+    return optimizer
 
 
 def _check_groups_per_step(config: TrainConfig, rollouts: Rollouts) -> None:
@@ -259,6 +230,13 @@ def _check_groups_per_step(config: TrainConfig, rollouts: Rollouts) -> None:
             f"groups_per_step is {wanted}, the trace has {there} groups",
             hint="lower it, or leave it out to use all groups in each step",
         )
+
+
+def _make_critic(student: LoadedModel, config: TrainConfig) -> ValueHead | None:
+    if not config.ppo.has_critic:
+        return None
+    weight_VD = student.head.weight_VD
+    return ValueHead(weight_VD.shape[1], weight_VD.dtype, weight_VD.device)
 
 
 def _measure(

@@ -1,0 +1,83 @@
+"""The loss of a pack: clipped policy term, divergence from the teacher, value term.
+
+    loss = sum over trained tokens  w * (ppo.weight * PPO + divergence.weight * D(student, teacher)
+                                         + critic.weight * value loss)
+
+Shape legend: M trained targets of a pack, R prediction rows, D student width.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from memopd_scorer.teacher import LoadedModel
+from memopd_trainer.batch import Rollouts
+from memopd_trainer.config import TrainConfig
+from memopd_trainer.critic import ValueHead, value_loss
+from memopd_trainer.losses import Teacher, clipped_policy_loss, row_losses
+from memopd_trainer.metrics import StepSums
+from memopd_trainer.packs import TrainPack
+from memopd_trainer.student import head_on
+
+
+def make_teacher(rollouts: Rollouts, config: TrainConfig, device: torch.device) -> Teacher | None:
+    """What the student is held against, with the teacher's head on `device` where states are the signal."""
+    if rollouts.scores is None:
+        return None
+    head = head_on(rollouts.scores.head(), device) if rollouts.signal == "hidden" else None
+    return Teacher(config.divergence.kind, config.divergence.beta, head, rollouts.scores.metadata.temperature)
+
+
+def pack_loss(
+    student: LoadedModel,
+    teacher: Teacher | None,
+    train_pack: TrainPack,
+    config: TrainConfig,
+    sums: StepSums,
+    critic: ValueHead | None = None,
+) -> Tensor:
+    """The share that one pack has in a step's loss, a differentiable scalar; `sums` collects its metrics.
+
+    The ratio is pi(token) / behaviour(token), both over the whole vocabulary at the sampling temperature (at
+    1 where raw log-probabilities were recorded); see `memopd_trace.behaviour`.
+    """
+    hidden_RD = student.states(train_pack.pack)
+    on = hidden_RD.device
+    hidden_MD = hidden_RD.index_select(0, train_pack.row_M.to(on))
+    out = row_losses(
+        student.head,
+        hidden_MD,
+        train_pack.ids_M.to(on),
+        temperature_M=None if train_pack.temperature_M is None else train_pack.temperature_M.to(on),
+        teacher=teacher,
+        rows=None if train_pack.teacher is None else train_pack.teacher.each(lambda tensor: tensor.to(on)),
+    )
+    if out.teacher_logsumexp_M is not None:
+        train_pack.check_teacher(out.teacher_logsumexp_M)
+    weight_M = train_pack.weight_M.to(out.logprob_M)
+    loss = torch.zeros_like(out.logprob_M.sum())
+    ratio_M = None
+    if train_pack.behaviour_M is not None:
+        ratio_M = (out.logprob_M - train_pack.behaviour_M.to(out.logprob_M)).exp()
+    if out.divergence_M is not None:
+        divergence_M = out.divergence_M
+        if config.divergence.importance_clip is not None:
+            assert ratio_M is not None
+            divergence_M = ratio_M.detach().clamp(max=config.divergence.importance_clip) * divergence_M
+        loss = loss + config.divergence.weight * (weight_M * divergence_M).sum()
+        sums.add_divergence(weight_M, out.divergence_M)
+    if config.ppo.weight > 0:
+        assert ratio_M is not None
+        advantage_M = train_pack.advantage_M.to(out.logprob_M)
+        policy_M = clipped_policy_loss(ratio_M, advantage_M, config.ppo.clip)
+        loss = loss + config.ppo.weight * (weight_M * policy_M).sum()
+        sums.add_policy(weight_M, ratio_M, advantage_M, policy_M, config.ppo.clip)
+    if critic is not None:
+        assert train_pack.return_M is not None, "a critic is trained towards the returns of `token_credit`"
+        value_M = critic(hidden_MD if config.ppo.critic.shared else hidden_MD.detach())
+        off_M = value_loss(value_M, train_pack.return_M.to(value_M)).to(loss)
+        loss = loss + config.ppo.critic.weight * (weight_M * off_M).sum()
+        sums.add_value(weight_M, off_M)
+    sums.add_pack(loss, weight_M, out.entropy_M, train_pack.pack.logical_tokens, len(train_pack.pack))
+    return loss
