@@ -32,7 +32,9 @@ MANIFEST = "checkpoint.json"
 ANOTHER_FOLDER = "train into another folder, with an older checkpoint as the student, or start again"
 MOMENTS = ("exp_avg", "exp_avg_sq")
 # What may differ when a run goes on: none of these changes a step that was made.
-FREE_KEYS = frozenset({"output", "trace", "scores", "held_out", "steps", "save_every", "device"})
+FREE_KEYS = frozenset(
+    {"output", "trace", "scores", "held_out", "steps", "save_every", "device", "gradient_checkpointing"}
+)
 WEIGHT_FILES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx", ".index.json")
 _NAME = re.compile(r"step-([0-9]{6,})")
 

@@ -109,7 +109,9 @@ class TrainConfig(_Section):
     `view` is what the scores (also the held-out ones) must be of: `recorded`, or the name given to `score --view`.
     `groups_per_step` null = every group of the trace in each step. `layout` is what the scorer's plan uses;
     `tree` and `packed` turn to `single` where the student's architecture cannot be packed. `dtype` is that of
-    the weights: with bfloat16 a learning rate of 1e-6 is lost in rounding. `save_every` null = at the end.
+    the weights: with bfloat16 a learning rate of 1e-6 is lost in rounding. `gradient_checkpointing` keeps the inputs
+    of layers alone and runs them again in the backward pass: the same bits for less memory. `save_every` null = at
+    the end.
     """
 
     student: Place
@@ -126,6 +128,7 @@ class TrainConfig(_Section):
     divergence: DivergenceConfig = DivergenceConfig()
     ppo: PolicyConfig = PolicyConfig()
     max_tokens: Count = 8192
+    gradient_checkpointing: bool = False
     layout: Layout = "tree"
     dtype: Literal["float32", "bfloat16", "float64"] = "float32"
     device: str = "cpu"

@@ -25,6 +25,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
+from memopd_scorer.attention import recompute_layers
 from memopd_scorer.plan import Layout
 from memopd_scorer.teacher import LoadedModel
 from memopd_trace.disk import exclusive
@@ -117,6 +118,8 @@ def _run(
     if start > config.steps:
         raise UsageError(f"{output}: is at step {start} already, the configuration asks for {config.steps} steps")
     student = load_student(checkpoint or config.student, rollouts, dtype=config.dtype, device=config.device)
+    if config.gradient_checkpointing:
+        recompute_layers(student.model)
     teacher = make_teacher(rollouts, config, student.head.weight_VD.device)
     critic = _make_critic(student, config)
     optimizer = make_optimizer(student.model, config, critic)

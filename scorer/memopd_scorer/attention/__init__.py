@@ -11,6 +11,7 @@ What a backend does not compute it refuses by name. Sliding windows count along 
 
 from memopd_scorer.attention.choice import REQUESTS, Backend, Choice, choose
 from memopd_scorer.attention.forward import iter_states_at_rows, states_at_rows
+from memopd_scorer.attention.recompute import recompute_layers
 from memopd_scorer.attention.visibility import UnsupportedAttentionError, Visibility
 
 __all__ = [
@@ -21,5 +22,6 @@ __all__ = [
     "Visibility",
     "choose",
     "iter_states_at_rows",
+    "recompute_layers",
     "states_at_rows",
 ]

@@ -22,6 +22,7 @@ from transformers import AttentionInterface, PreTrainedModel
 from memopd_scorer.attention import eager, flash, flex, sdpa
 from memopd_scorer.attention.choice import Backend
 from memopd_scorer.attention.past import Past
+from memopd_scorer.attention.recompute import attention_of, configs_of
 from memopd_scorer.attention.visibility import KWARG, UnsupportedAttentionError, Visibility
 from memopd_scorer.passes import Pass, passes_of
 from memopd_scorer.placement import runs_on
@@ -131,17 +132,11 @@ def _use_backend(model: PreTrainedModel, backend: Backend) -> Iterator[None]:
         UnsupportedAttentionError: the model does not use Transformers' attention interface.
     """
     name = _REGISTERED[backend]
-    # the outermost first: setting it on a config sets it on those inside
-    configs = [model.config, *(m.config for m in model.modules() if isinstance(m, PreTrainedModel))]
-    before = [(config, config._attn_implementation) for config in configs]
-    try:
+    with attention_of([(config, config._attn_implementation) for config in configs_of(model)]):
         model.set_attn_implementation(name)
         if model.config._attn_implementation != name:
             raise UnsupportedAttentionError(f"{type(model).__name__} does not use Transformers' attention interface")
         yield
-    finally:
-        for config, implementation in before:
-            config._attn_implementation = implementation
 
 
 def _takes_positions(model: PreTrainedModel) -> bool:
