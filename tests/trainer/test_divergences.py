@@ -187,3 +187,39 @@ def test_a_signal_that_is_not_there_or_does_not_fit_is_refused(setup: Setup, tmp
     for signal, kind in (("sampled", "reverse_kl"), ("hidden", "k3"), ("topk", "k1")):
         with pytest.raises(UsageError, match=f"kind '{kind}' is not taken from the signal '{signal}'"):
             setup.config(divergence__signal=signal, divergence__kind=kind)
+
+
+def test_as_an_advantage_the_teacher_is_inside_the_clipped_policy_loss(setup: Setup) -> None:
+    given = {"scores": str(setup.root / "topk"), "divergence__signal": "sampled", "divergence__kind": "advantage"}
+    config = setup.config(**given, divergence__weight=0.3, ppo__weight=0.5, ppo__clip=0.01)
+    rollouts = load_rollouts(config.trace, config.scores, policy=True, signal="sampled")
+    advantages = {e.episode_id: 1.0 if e.episode_return else -1.0 for e in setup.episodes}
+    student, reader = exact(config.student), ScoresReader(setup.root / "topk")
+    sums, teacher = StepSums(), make_teacher(rollouts, config, torch.device("cpu"))
+    for pack in make_packs(rollouts, rollouts.groups, advantages):
+        pack_loss(student, teacher, pack, config, sums)
+    total, signs = 0.0, set()
+    for episode in setup.episodes:
+        tokens = sum(int(trained_mask(i).sum()) for i in episode)
+        for i in episode:
+            z = student.model(torch.from_numpy(i.sequence_ids.astype(np.int64))[None]).logits[0].detach()
+            logprobs = z[:, : rollouts.tokenizer.size].log_softmax(1)
+            row = reader.get(*i.key)
+            assert row is not None and i.output_logprobs is not None
+            for at, m in enumerate(row.output_index):
+                old, q = float(i.output_logprobs[m]), float(row.logprob[at])
+                a = 0.5 * advantages[episode.episode_id] + 0.3 * (q - old)
+                ratio = np.exp(float(logprobs[len(i.prompt_ids) + m - 1, int(i.output_ids[m])]) - old)
+                total -= min(ratio * a, np.clip(ratio, 0.99, 1.01) * a) / (len(setup.episodes) * tokens)
+                signs.add(np.sign(a) != np.sign(advantages[episode.episode_id]))
+    assert signs == {True, False}, "somewhere the teacher outweighs the reward"
+    assert sums.loss == pytest.approx(total, rel=1e-6) and sums.clipped > 5 and sums.divergence is not None
+    with pytest.raises(UsageError, match="clipped with the policy term"):
+        setup.config(**given, divergence__importance_clip=2.0)
+
+
+def test_an_advantage_at_another_temperature_than_behaviour_is_refused(tmp_path: Path) -> None:
+    tempered = make_setup(tmp_path, behaviour="tempered")
+    given = {"divergence__signal": "sampled", "divergence__kind": "advantage", "output": str(tmp_path / "run")}
+    with pytest.raises(UsageError, match=r"behaviour is at temperature 0\.7, the scores are at 1\.0"):
+        train(tempered.config(**given))

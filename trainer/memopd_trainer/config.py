@@ -49,7 +49,8 @@ class DivergenceConfig(_Section):
 
     `signal` is what of the scores it is taken from: the teacher's states, which give the whole vocabulary, its top-k
     with the rest as one outcome, or the sampled token alone. `importance_clip` c weighs each token with
-    min(pi / behaviour, c), without gradient, for tokens that an older policy sampled; null = weight 1.
+    min(pi / behaviour, c), without gradient, for tokens that an older policy sampled; null = weight 1. The kind
+    `advantage` adds weight * (log teacher - log behaviour) to the advantage of the clipped policy term.
     """
 
     signal: TeacherSignal = "hidden"
@@ -61,6 +62,8 @@ class DivergenceConfig(_Section):
     @model_validator(mode="after")
     def _kind_fits_signal(self) -> DivergenceConfig:
         kinds = get_args(SampledKind if self.signal == "sampled" else DivergenceKind)
+        if self.kind == "advantage" and self.importance_clip is not None:
+            raise ValueError("the kind 'advantage' is clipped with the policy term (ppo.clip), not by importance_clip")
         if self.kind not in kinds:
             raise ValueError(f"kind '{self.kind}' is not taken from the signal '{self.signal}': {', '.join(kinds)}")
         return self
@@ -139,7 +142,9 @@ class TrainConfig(_Section):
     @property
     def needs_behaviour(self) -> bool:
         """Whether a term takes the ratio to the policy that sampled."""
-        return self.ppo.weight > 0 or (self.divergence.weight > 0 and self.divergence.importance_clip is not None)
+        taught = self.divergence.weight > 0
+        weighed = self.divergence.importance_clip is not None
+        return self.ppo.weight > 0 or (taught and (weighed or self.divergence.kind == "advantage"))
 
     @model_validator(mode="after")
     def _has_a_signal(self) -> TrainConfig:

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 DivergenceKind = Literal["reverse_kl", "forward_kl", "jsd"]
-SampledKind = Literal["k1", "k2", "k3"]
+SampledKind = Literal["k1", "k2", "k3", "advantage"]
 Kind = Literal[DivergenceKind, SampledKind]
 
 
@@ -80,12 +80,14 @@ def sampled_divergence(logprob_C: Tensor, teacher_C: Tensor, kind: SampledKind) 
         k1   g               its gradient is g times that of log p(v): the score-function estimator
         k2   g^2 / 2         biased; the gradient is that of k1
         k3   e^-g - 1 + g    unbiased and never negative
+        advantage            the value of k1; what is trained on is -g of the policy that sampled, as an advantage in
+                             the clipped policy loss (`memopd_trainer.objective`)
 
     Averaged over v ~ p, the gradients of k1 and k2 are that of reverse_kl; that of k3 is that of forward_kl.
     The estimators are those of Schulman, "Approximating KL divergence" (joschu.net/blog/kl-approx.html, 2020).
     """
     gap_C = logprob_C - teacher_C
-    if kind == "k1":
+    if kind in ("k1", "advantage"):
         return gap_C.detach() * (1 + logprob_C - logprob_C.detach())
     if kind == "k2":
         return gap_C.square() / 2

@@ -137,7 +137,7 @@ def _chunk_divergence(
     """(divergence, log-sum-exp of the teacher's logits where they were rebuilt)."""
     kind, like = teacher.kind, logits_CV.dtype
     if rows.logprob_M is not None:
-        assert kind in ("k1", "k2", "k3"), f"'{kind}' is no estimator from sampled tokens"
+        assert kind in ("k1", "k2", "k3", "advantage"), f"'{kind}' is no estimator from sampled tokens"
         return sampled_divergence(_logprob(logits_CV / teacher.temperature, ids_C), rows.logprob_M.to(like), kind), None
     assert kind in ("reverse_kl", "forward_kl", "jsd"), f"'{kind}' needs the sampled token's log-probability alone"
     if rows.topk_ids_MK is not None:

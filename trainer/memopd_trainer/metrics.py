@@ -23,8 +23,9 @@ METRICS = "metrics.jsonl"
 
 @dataclass(frozen=True, slots=True)
 class StepMetrics:
-    """One step. `loss`, `divergence`, `ppo` (nats per token, before their weights), `entropy` and `ratio` are
-    means with the token weights; what a term that is off would give is `None`."""
+    """One step. `loss`, `divergence` (nats per token, before its weight), `ppo` (with the weights of its advantage),
+    `value_loss`, `entropy` and `ratio` are means with the token weights; what a term that is off would give is
+    `None`."""
 
     step: int
     loss: float

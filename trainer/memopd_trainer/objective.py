@@ -3,6 +3,9 @@
     loss = sum over trained tokens  w * (ppo.weight * PPO + divergence.weight * D(student, teacher)
                                          + critic.weight * value loss)
 
+With divergence.kind `advantage` the second term is inside the first: its advantage is ppo.weight * A +
+divergence.weight * (log q - log behaviour), as on-policy distillation is done where policy gradients are at hand.
+
 Shape legend: M trained targets of a pack, R prediction rows, D student width.
 """
 
@@ -12,6 +15,7 @@ import torch
 from torch import Tensor
 
 from memopd_scorer.teacher import LoadedModel
+from memopd_trace.errors import UsageError
 from memopd_trainer.batch import Rollouts
 from memopd_trainer.config import TrainConfig
 from memopd_trainer.critic import ValueHead, value_loss
@@ -60,18 +64,20 @@ def pack_loss(
     ratio_M = None
     if train_pack.behaviour_M is not None:
         ratio_M = (out.logprob_M - train_pack.behaviour_M.to(out.logprob_M)).exp()
+    advantage_M = config.ppo.weight * train_pack.advantage_M.to(out.logprob_M)
     if out.divergence_M is not None:
-        divergence_M = out.divergence_M
-        if config.divergence.importance_clip is not None:
-            assert ratio_M is not None
-            divergence_M = ratio_M.detach().clamp(max=config.divergence.importance_clip) * divergence_M
-        loss = loss + config.divergence.weight * (weight_M * divergence_M).sum()
         sums.add_divergence(weight_M, out.divergence_M)
-    if config.ppo.weight > 0:
-        assert ratio_M is not None
-        advantage_M = train_pack.advantage_M.to(out.logprob_M)
+        if config.divergence.kind == "advantage":
+            advantage_M = advantage_M + config.divergence.weight * _teacher_advantage(train_pack, teacher).to(
+                advantage_M
+            )
+        else:
+            divergence_M = out.divergence_M * _importance(ratio_M, config.divergence.importance_clip)
+            loss = loss + config.divergence.weight * (weight_M * divergence_M).sum()
+    if config.ppo.weight > 0 or config.divergence.kind == "advantage":
+        assert ratio_M is not None, "`load_rollouts` was not asked for behaviour"
         policy_M = clipped_policy_loss(ratio_M, advantage_M, config.ppo.clip)
-        loss = loss + config.ppo.weight * (weight_M * policy_M).sum()
+        loss = loss + (weight_M * policy_M).sum()
         sums.add_policy(weight_M, ratio_M, advantage_M, policy_M, config.ppo.clip)
     if critic is not None:
         assert train_pack.return_M is not None, "a critic is trained towards the returns of `token_credit`"
@@ -81,3 +87,28 @@ def pack_loss(
         sums.add_value(weight_M, off_M)
     sums.add_pack(loss, weight_M, out.entropy_M, train_pack.pack.logical_tokens, len(train_pack.pack))
     return loss
+
+
+def _importance(ratio_M: Tensor | None, clip: float | None) -> Tensor | float:
+    """min(pi / behaviour, clip) without gradient; 1 where no clip is asked for."""
+    if clip is None:
+        return 1.0
+    assert ratio_M is not None, "`load_rollouts` was not asked for behaviour"
+    return ratio_M.detach().clamp(max=clip)
+
+
+def _teacher_advantage(train_pack: TrainPack, teacher: Teacher | None) -> Tensor:
+    """log q - log behaviour of each target, float64 nats, both at the temperature that was sampled at.
+
+    Raises:
+        UsageError: the scores are at another temperature.
+    """
+    assert teacher is not None and train_pack.teacher is not None and train_pack.behaviour_M is not None
+    assert train_pack.teacher.logprob_M is not None, "the kind `advantage` takes the signal `sampled`"
+    sampled_M = torch.ones(1, dtype=torch.float64) if train_pack.temperature_M is None else train_pack.temperature_M
+    if bool((sampled_M != teacher.temperature).any()):
+        raise UsageError(
+            f"behaviour is at temperature {float(sampled_M.max())}, the scores are at {teacher.temperature}",
+            hint="record raw log-probabilities, or take another divergence.kind",
+        )
+    return train_pack.teacher.logprob_M.double() - train_pack.behaviour_M
