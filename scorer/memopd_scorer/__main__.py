@@ -13,16 +13,17 @@ from memopd_trace.cli import run
 from memopd_trace.cli.console import make_streams_safe
 
 
-def main() -> None:
-    """Score as one rank of a team, and exit with the code of all."""
+def run_rank(command: str, *more: str) -> None:
+    """Run a command of memopd-trace as one rank of a team, with the options of this process and `more`, and exit with
+    the code of all. Only rank 0 prints."""
     make_streams_safe()
     options = sys.argv[2:] if sys.argv[1:2] == ["--"] else sys.argv[1:]
-    command = ["score", *options, "--engine", "torchrun"]
+    arguments = [command, *options, *more]
     if os.environ.get("RANK", "0") != "0":
-        command.insert(0, "--quiet")
+        arguments.insert(0, "--quiet")
         sys.stdout = open(os.devnull, "w")  # noqa: PTH123, SIM115 - open until the process ends
-    sys.exit(run(command))
+    sys.exit(run(arguments))
 
 
 if __name__ == "__main__":
-    main()
+    run_rank("score", "--engine", "torchrun")

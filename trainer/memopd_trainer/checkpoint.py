@@ -47,7 +47,7 @@ def latest_checkpoint(output: Path) -> tuple[int, Path] | None:
     """
     found = [(int(m[1]), f) for f in output.glob("step-*") if (m := _NAME.fullmatch(f.name))]
     for step, folder in found:
-        if folder.name != _name(step) or not (folder / MANIFEST).is_file():
+        if folder.name != checkpoint_name(step) or not (folder / MANIFEST).is_file():
             raise InputError(
                 f"{folder}: is no checkpoint (it has no {MANIFEST})", hint="move it out of the output folder"
             )
@@ -111,7 +111,7 @@ def save_checkpoint(
     check_finite(model, step)
     if critic is not None:
         check_finite(critic, step)
-    folder = output / _name(step)
+    folder = output / checkpoint_name(step)
     try:
         with atomic_folder(folder) as temporary:
             save_weights(model, temporary)
@@ -247,5 +247,6 @@ def _files(folder: Path) -> set[str]:
     return {str(f.relative_to(folder)) for f in folder.rglob("*") if f.is_file()} - {MANIFEST}
 
 
-def _name(step: int) -> str:
+def checkpoint_name(step: int) -> str:
+    """The folder of a step's checkpoint."""
     return f"step-{step:06d}"

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -86,6 +87,16 @@ class StepSums:
         self.trained_tokens += len(weight_M)
         self.logical_tokens += logical
         self.executed_tokens += executed
+
+    @classmethod
+    def plus(cls, parts: Sequence[StepSums]) -> StepSums:
+        """Those of all ranks together: sums, but for the extremes."""
+        merged: dict[str, Any] = {}
+        for field in fields(cls):
+            values = [v for part in parts if (v := getattr(part, field.name)) is not None]
+            merge = {"ratio_min": min, "ratio_max": max}.get(field.name, sum)
+            merged[field.name] = merge(values) if values else None
+        return cls(**merged)
 
     def finish(self, *, step: int, grad_norm: float, lr: float, seconds: float) -> StepMetrics:
         """The step's metrics."""

@@ -9,7 +9,7 @@ invocation.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -87,19 +87,20 @@ def make_packs(
     advantages: Mapping[str, float],
     *,
     credit: Mapping[Key, Credit] | None = None,
+    share: Callable[[Iterable[Pack]], Iterable[Pack]] = iter,
     layout: Layout = "tree",
     max_tokens: int = 8192,
 ) -> Iterator[TrainPack]:
     """The packs of one step over `groups`; the weights of all their targets sum to 1.
 
     `advantages` maps episode ids (a missing one has 0), `credit` takes their place token by token; states are planned
-    exactly as for scoring.
+    exactly as for scoring; `share` picks the packs that are wanted.
     """
     weights = token_weights(groups)
     by_key = {i.key: i for group in groups for e in group for i in e if trained_mask(i).any()}
     size = rollouts.tokenizer.size
     states = [[state_of(i, vocabulary=size) for e in group for i in e if i.key in by_key] for group in groups]
-    for pack in plan_states(states, layout=layout, max_tokens=max_tokens):
+    for pack in share(plan_states(states, layout=layout, max_tokens=max_tokens)):
         yield _join(rollouts, pack, by_key, weights, advantages, credit)
 
 

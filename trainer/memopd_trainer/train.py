@@ -17,12 +17,14 @@ import functools
 import math
 import time
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from torch import nn
 from transformers import PreTrainedModel
 
 from memopd_scorer.attention import recompute_layers
@@ -34,6 +36,7 @@ from memopd_trainer.advantages import Advantages, group_advantages
 from memopd_trainer.batch import Group, Rollouts, load_rollouts
 from memopd_trainer.checkpoint import (
     FREE_KEYS,
+    checkpoint_name,
     latest_checkpoint,
     load_critic,
     remove_unfinished,
@@ -46,6 +49,7 @@ from memopd_trainer.losses import Teacher
 from memopd_trainer.metrics import METRICS, MetricsFile, StepMetrics, StepSums
 from memopd_trainer.objective import make_teacher, pack_loss
 from memopd_trainer.packs import make_packs
+from memopd_trainer.ranks import Ranks
 from memopd_trainer.student import load_student, measure_kl
 
 TRACE_DIGEST, SCORES_DIGEST = "digest of the trace", "digest of the scores"
@@ -88,6 +92,13 @@ def train(config: TrainConfig, *, on_step: Callable[[StepMetrics], None] | None 
         CheckFailed: the loss or the gradient is not finite; names step and episodes. Checkpoints stay.
     """
     started = time.perf_counter()
+    with Ranks.join(config.device) as ranks:
+        return _train(config, ranks, on_step if ranks.leads else None, started)
+
+
+def _train(
+    config: TrainConfig, ranks: Ranks, on_step: Callable[[StepMetrics], None] | None, started: float
+) -> TrainResult:
     torch.manual_seed(config.seed)
     scores = config.scores if config.divergence.weight > 0 else None
     signal = config.divergence.signal
@@ -99,109 +110,186 @@ def train(config: TrainConfig, *, on_step: Callable[[StepMetrics], None] | None 
     if config.ppo.weight > 0 and not config.ppo.has_critic:
         advantages = group_advantages(rollouts.groups, normalise_std=config.ppo.normalise_std)
     _check_groups_per_step(config, rollouts)
-    with exclusive(Path(config.output), "training into"):
-        return _run(config, rollouts, held_out, advantages, on_step, started)
-
-
-def _run(
-    config: TrainConfig,
-    rollouts: Rollouts,
-    held_out: Rollouts | None,
-    advantages: Advantages,
-    on_step: Callable[[StepMetrics], None] | None,
-    started: float,
-) -> TrainResult:
-    """The steps from the newest checkpoint to the last, in an output folder that no other process writes to."""
     output = Path(config.output)
-    remove_unfinished(output)
-    start, checkpoint = latest_checkpoint(output) or (0, None)
-    if start > config.steps:
-        raise UsageError(f"{output}: is at step {start} already, the configuration asks for {config.steps} steps")
-    student = load_student(checkpoint or config.student, rollouts, dtype=config.dtype, device=config.device)
+    with exclusive(output, "training into") if ranks.leads else nullcontext():
+        if ranks.leads:
+            remove_unfinished(output)
+        ranks.meet()
+        start, checkpoint = latest_checkpoint(output) or (0, None)
+        if start > config.steps:
+            raise UsageError(f"{output}: is at step {start} already, the configuration asks for {config.steps} steps")
+        learner = make_learner(config, rollouts, advantages, checkpoint, ranks)
+        run = _Run(learner, held_out, start, checkpoint, on_step)
+        before = run.measure(0)
+        run.go()
+        return run.result(before, run.measure(config.steps), time.perf_counter() - started)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Learner:
+    """What a step needs."""
+
+    config: TrainConfig
+    rollouts: Rollouts
+    advantages: Advantages
+    student: LoadedModel
+    teacher: Teacher | None
+    critic: ValueHead | None
+    optimizer: torch.optim.Optimizer
+    ranks: Ranks
+
+    @property
+    def modules(self) -> list[nn.Module]:
+        """What is trained, the student first."""
+        return [self.student.model] + ([] if self.critic is None else [self.critic])
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        """What must stay the same for a run to go on: plain values, the data by their digests."""
+        values = {k: v for k, v in self.config.model_dump(mode="json").items() if k not in FREE_KEYS}
+        return values | {TRACE_DIGEST: self.rollouts.digest, SCORES_DIGEST: self.rollouts.scores_digest}
+
+
+def make_learner(
+    config: TrainConfig, rollouts: Rollouts, advantages: Advantages, checkpoint: Path | None, ranks: Ranks
+) -> Learner:
+    """Load the student, from the checkpoint with its optimiser where there is one.
+
+    Raises:
+        InputError: as `memopd_trainer.student.load_student`, or the checkpoint cannot be read.
+        UsageError: the checkpoint is of another run.
+    """
+    student = load_student(
+        checkpoint or config.student, rollouts, dtype=config.dtype, device=ranks.device(config.device)
+    )
     if config.gradient_checkpointing:
         recompute_layers(student.model)
-    teacher = make_teacher(rollouts, config, student.head.weight_VD.device)
-    critic = _make_critic(student, config)
+    weight_VD = student.head.weight_VD
+    critic = ValueHead(weight_VD.shape[1], weight_VD.dtype, weight_VD.device) if config.ppo.has_critic else None
+    teacher = make_teacher(rollouts, config, weight_VD.device)
     optimizer = make_optimizer(student.model, config, critic)
-    identity = _identity(config, rollouts)
+    learner = Learner(config, rollouts, advantages, student, teacher, critic, optimizer, ranks)
     if checkpoint is not None:
         data = {TRACE_DIGEST: config.trace, SCORES_DIGEST: config.scores}
-        restore_optimizer(checkpoint, optimizer, identity, data)
+        restore_optimizer(checkpoint, optimizer, learner.identity, data)
         if critic is not None:
             load_critic(checkpoint, critic)
-    log = MetricsFile(output / METRICS, start)
-    before = after = first = last = None
-    if held_out is not None:
-        before = log.held_out(0, held_out.data_digest) or _measure(start, log, student, held_out, config)
+    return learner
 
-    for step in range(start + 1, config.steps + 1):
-        drawn = draw_groups(len(rollouts.groups), config.groups_per_step, step, config.seed)
-        groups = [rollouts.groups[g] for g in drawn]
-        last = train_step(step, groups, rollouts, advantages, student, teacher, critic, optimizer, config)
-        first = first or last
-        log.write(dataclasses.asdict(last))
-        if on_step is not None:
-            on_step(last)
-        if step == config.steps or (config.save_every and step % config.save_every == 0):
-            checkpoint = save_checkpoint(
-                output, step, student.model, optimizer, identity, student=config.student, critic=critic
+
+class _Run:
+    """The steps from a checkpoint to the last, in an output folder that no other run writes to."""
+
+    def __init__(
+        self,
+        learner: Learner,
+        held_out: Rollouts | None,
+        start: int,
+        checkpoint: Path | None,
+        on_step: Callable[[StepMetrics], None] | None,
+    ) -> None:
+        self.learner, self.held_out, self.start, self.checkpoint = learner, held_out, start, checkpoint
+        self.config, self.output, self.on_step = learner.config, Path(learner.config.output), on_step
+        self.log = MetricsFile(self.output / METRICS, start) if learner.ranks.leads else None
+        self.first: StepMetrics | None = None
+        self.last: StepMetrics | None = None
+
+    def go(self) -> None:
+        """Make the steps that are left."""
+        rollouts, config = self.learner.rollouts, self.config
+        for step in range(self.start + 1, config.steps + 1):
+            drawn = draw_groups(len(rollouts.groups), config.groups_per_step, step, config.seed)
+            self.last = train_step(step, [rollouts.groups[g] for g in drawn], self.learner)
+            self.first = self.first or self.last
+            if self.log is not None:
+                self.log.write(dataclasses.asdict(self.last))
+            if self.on_step is not None:
+                self.on_step(self.last)
+            if step == config.steps or (config.save_every and step % config.save_every == 0):
+                self.checkpoint = self._save(step)
+
+    def measure(self, step: int) -> dict[str, float] | None:
+        """The held-out values of a step: those in the file, or where the run stands there, measured and written."""
+        if self.held_out is None or self.log is None:
+            return None
+        now = self.start if step == 0 else step
+        digest = self.held_out.data_digest
+        values = self.log.held_out(step, digest) or self.log.held_out(now, digest)
+        if values is None:
+            values = measure_kl(self.learner.student, self.held_out, self.config.layout, self.config.max_tokens)
+            self.log.write_held_out(now, digest, values)
+        return values
+
+    def result(self, before: dict[str, float] | None, after: dict[str, float] | None, seconds: float) -> TrainResult:
+        """What was done."""
+        rollouts, student = self.learner.rollouts, self.learner.student
+        assert self.checkpoint is not None  # the last step wrote one, or there was nothing left to do
+        return TrainResult(
+            checkpoint=self.checkpoint,
+            steps=self.config.steps,
+            resumed_from=self.start,
+            groups=len(rollouts.groups),
+            episodes=rollouts.episodes,
+            episodes_alone=self.learner.advantages.alone,
+            layout=student.layout(self.config.layout),
+            layout_reason=student.capability.reason,
+            first=self.first,
+            last=self.last,
+            held_out_before=before,
+            held_out_after=after,
+            seconds=seconds,
+        )
+
+    def _save(self, step: int) -> Path:
+        """The lead writes; all go on when it is there."""
+        learner = self.learner
+        if learner.ranks.leads:
+            save_checkpoint(
+                self.output,
+                step,
+                learner.student.model,
+                learner.optimizer,
+                learner.identity,
+                student=self.config.student,
+                critic=learner.critic,
             )
-
-    if held_out is not None:
-        after = _measure(config.steps, log, student, held_out, config)
-    assert checkpoint is not None  # the last step wrote one, or there was nothing left to do
-    return TrainResult(
-        checkpoint=checkpoint,
-        steps=config.steps,
-        resumed_from=start,
-        groups=len(rollouts.groups),
-        episodes=rollouts.episodes,
-        episodes_alone=advantages.alone,
-        layout=student.layout(config.layout),
-        layout_reason=student.capability.reason,
-        first=first,
-        last=last,
-        held_out_before=before,
-        held_out_after=after,
-        seconds=time.perf_counter() - started,
-    )
+        learner.ranks.meet()
+        return self.output / checkpoint_name(step)
 
 
-def train_step(
-    step: int,
-    groups: Sequence[Group],
-    rollouts: Rollouts,
-    advantages: Advantages,
-    student: LoadedModel,
-    teacher: Teacher | None,
-    critic: ValueHead | None,
-    optimizer: torch.optim.Optimizer,
-    config: TrainConfig,
-) -> StepMetrics:
+def train_step(step: int, groups: Sequence[Group], learner: Learner) -> StepMetrics:
     """One update. The packs hold the weights of the whole step, so their losses and gradients add up."""
     started = time.perf_counter()
+    config, student, critic, ranks = learner.config, learner.student, learner.critic, learner.ranks
     warm = min(1.0, step / max(1, config.warmup_steps))
-    for group in optimizer.param_groups:
+    for group in learner.optimizer.param_groups:
         group["lr"] = warm * group["initial_lr"]
-    optimizer.zero_grad(set_to_none=True)
+    learner.optimizer.zero_grad(set_to_none=True)
     packed = functools.partial(
-        make_packs, rollouts, groups, layout=student.layout(config.layout), max_tokens=config.max_tokens
+        make_packs,
+        learner.rollouts,
+        groups,
+        share=ranks.mine,
+        layout=student.layout(config.layout),
+        max_tokens=config.max_tokens,
     )
     credit = None
     if critic is not None:
-        values = estimate_values(student, critic, packed({}))
+        values = ranks.gather_values(estimate_values(student, critic, packed({})))
         c = config.ppo.critic
         credit = token_credit(groups, values, gamma=c.gamma, lam=c.lam, normalise_std=config.ppo.normalise_std)
     sums = StepSums()
-    for train_pack in packed(advantages.by_episode, credit=credit):
-        loss = pack_loss(student, teacher, train_pack, config, sums, critic)
+    for train_pack in packed(learner.advantages.by_episode, credit=credit):
+        loss = pack_loss(student, learner.teacher, train_pack, config, sums, critic)
         _check_finite(float(loss.detach()), "loss", step, train_pack.episode_ids)
         loss.backward()
+    ranks.add_gradients(learner.modules)
     norm = float(torch.nn.utils.clip_grad_norm_(student.model.parameters(), config.grad_clip))
     _check_finite(norm, "gradient norm", step, [e.episode_id for g in groups for e in g])
     if critic is not None:
         torch.nn.utils.clip_grad_norm_(critic.parameters(), config.grad_clip)
-    optimizer.step()
+    learner.optimizer.step()
+    sums = StepSums.plus([StepSums(**each) for each in ranks.gather(dataclasses.asdict(sums))])
     return sums.finish(step=step, grad_norm=norm, lr=warm * config.lr, seconds=time.perf_counter() - started)
 
 
@@ -233,30 +321,6 @@ def _check_groups_per_step(config: TrainConfig, rollouts: Rollouts) -> None:
             f"groups_per_step is {wanted}, the trace has {there} groups",
             hint="lower it, or leave it out to use all groups in each step",
         )
-
-
-def _make_critic(student: LoadedModel, config: TrainConfig) -> ValueHead | None:
-    if not config.ppo.has_critic:
-        return None
-    weight_VD = student.head.weight_VD
-    return ValueHead(weight_VD.shape[1], weight_VD.dtype, weight_VD.device)
-
-
-def _measure(
-    step: int, log: MetricsFile, student: LoadedModel, held_out: Rollouts, config: TrainConfig
-) -> dict[str, float]:
-    """The held-out values at a step: those in the file, or measured now and written there."""
-    values = log.held_out(step, held_out.data_digest)
-    if values is None:
-        values = measure_kl(student, held_out, config.layout, config.max_tokens)
-        log.write_held_out(step, held_out.data_digest, values)
-    return values
-
-
-def _identity(config: TrainConfig, rollouts: Rollouts) -> dict[str, Any]:
-    """What must stay the same for a run to go on: plain values, the data by their digests."""
-    values = {k: v for k, v in config.model_dump(mode="json").items() if k not in FREE_KEYS}
-    return values | {TRACE_DIGEST: rollouts.digest, SCORES_DIGEST: rollouts.scores_digest}
 
 
 def _check_finite(value: float, what: str, step: int, episodes: Sequence[str]) -> None:
