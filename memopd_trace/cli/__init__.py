@@ -20,7 +20,7 @@ from typing import Any
 import typer
 
 from memopd_trace import __version__
-from memopd_trace.cli import catalogue, convert, demo, learn, look, record, teacher, validate
+from memopd_trace.cli import catalogue, convert, demo, export, learn, look, record, teacher, validate
 from memopd_trace.cli.console import make_streams_safe, settings, spare_pandas, stderr
 from memopd_trace.errors import TraceError, printable
 
@@ -62,6 +62,7 @@ catalogue.register(app)
 look.register(app)
 record.register(app)
 convert.register(app)
+export.register(app)
 teacher.register(app)
 learn.register(app)
 demo.register(app)
@@ -71,7 +72,7 @@ def main() -> None:
     """Run the command line; every error becomes one line on stderr and an exit code."""
     make_streams_safe()
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # a scheduler's stop, as Ctrl-C: nothing half done stays
-    if {"validate", "convert"} & set(sys.argv[1:]):
+    if {"validate", "convert", "export"} & set(sys.argv[1:]):
         spare_pandas()
     code = run(sys.argv[1:])
     if code == 130:
