@@ -16,7 +16,6 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from memopd_trace.invocation import Invocation, batch_from_invocations
 from memopd_trace.places import Place, atomic_file
 from memopd_trace.schema import TRACE_COLUMNS
 
@@ -70,13 +69,9 @@ class Part:
             options = pa.ipc.IpcWriteOptions(compression=zstd, emit_dictionary_deltas=True)
             self._writer = pa.ipc.new_file(self._sink, schema, options=options)
 
-    def write(self, invocations: list[Invocation]) -> None:
-        """Add one batch of a trace (of Parquet: one row group); after an exception nothing of the file is left."""
-        self.write_batch(lambda: batch_from_invocations(invocations))
-        self._episodes.update(i.episode_id for i in invocations)
-
     def write_batch(self, make: Callable[[], pa.RecordBatch]) -> None:
-        """Add one batch of any table; after an exception, in making it too, nothing of the file is left."""
+        """Add one batch (of Parquet: one row group); after an exception, in making it too, nothing of the file is
+        left."""
         try:
             table = pa.Table.from_batches([make()]).cast(self._schema)
             if isinstance(self._writer, pq.ParquetWriter):
@@ -87,6 +82,8 @@ class Part:
             self.abort()
             raise
         self.rows += table.num_rows
+        if "episode_id" in table.schema.names:
+            self._episodes.update(table.column("episode_id").unique().to_pylist())
 
     def _same_words(self, table: pa.Table) -> pa.Table:
         """An IPC file has one dictionary a column, to which a later batch may only add."""

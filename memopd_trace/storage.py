@@ -14,31 +14,20 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, overload
 
-import numpy as np
 import pyarrow as pa
-from numpy.typing import NDArray
 
 from memopd_trace import limits
 from memopd_trace.arrowfile import file_schema, iter_file
+from memopd_trace.batching import WaitingRows
 from memopd_trace.conform import Misfit, conform_batch
 from memopd_trace.errors import InputError, UsageError, first_line
-from memopd_trace.invocation import (
-    ITEM_COLUMNS,
-    Episode,
-    Invocation,
-    group_episodes,
-    invocations_from_batch,
-    item_counts,
-)
+from memopd_trace.invocation import Episode, Invocation, group_episodes, invocations_from_batch
 from memopd_trace.metadata import TraceMetadata, parse_metadata
 from memopd_trace.parts import SUFFIXES, Part
 from memopd_trace.places import PathLike, Place, atomic_file, is_node, must_be_file, place, sync_folder
 from memopd_trace.schema import arrow_schema
 
 MANIFEST = "manifest.json"
-TOKENS_PER_BATCH = 4 * 2**20  # 16 MiB of int32 ids: one data page
-ITEMS_PER_BATCH = 64 * 2**20  # of any other list, map or text: 128 MiB of int16 expert ids
-ROWS_PER_BATCH = 16384
 
 
 class TraceReader:
@@ -115,10 +104,8 @@ class TraceWriter:
         self._closed, self._failure = False, ""
         self._schema = arrow_schema("trace", metadata.to_schema_metadata())
         self._rows_per_part = rows_per_part
-        self._buffer: list[Invocation] = []
-        self._tokens = 0
-        self._items = np.zeros(len(ITEM_COLUMNS), np.int64)
-        self._last: Invocation | None = None
+        self._waiting = WaitingRows()
+        self._last: tuple[str, int] | None = None
         self._done: set[str] = set()
         self._part: Part | None = None
         self._parts: list[dict[str, Any]] = []
@@ -139,16 +126,27 @@ class TraceWriter:
     def write(self, invocation: Invocation) -> None:
         """Add one row."""
         self.must_be_open()
-        self._check_order(invocation)
-        tokens = len(invocation.prompt_ids) + len(invocation.output_ids)
-        items = item_counts(invocation)
+        self._check_order([invocation.key])
         if self._part_is_full() and invocation.invocation_index == 0:
             self._flush(last=True)
-        elif len(self._buffer) >= ROWS_PER_BATCH or self._would_overflow(tokens, items):
+        if not self._waiting.take(invocation):
             self._flush()
-        self._buffer.append(invocation)
-        self._tokens += tokens
-        self._items += items
+            self._waiting.take(invocation)
+
+    def write_batch(self, batch: pa.RecordBatch) -> None:
+        """Add the rows of a conformed batch (`batch_from_invocations`, `TraceReader.iter_batches`) as they are, without
+        making them invocations."""
+        self.must_be_open()
+        keys = list(zip(*(batch.column(n).to_pylist() for n in ("episode_id", "invocation_index")), strict=True))
+        self._check_order(keys)
+        if len(self._waiting):
+            self._flush()
+        start = 0
+        for at, (_, index) in enumerate(keys):
+            if index == 0 and self._part_is_full(at - start):
+                self._flush(batch.slice(start, at - start), last=True)
+                start = at
+        self._flush(batch.slice(start))
 
     def write_episode(self, episode: Episode) -> None:
         """Add all rows of an episode."""
@@ -221,28 +219,34 @@ class TraceWriter:
             if path.name not in written:
                 path.unlink()
 
-    def _check_order(self, new: Invocation) -> None:
-        last = self._last
-        expected = 0 if last is None or last.episode_id != new.episode_id else last.invocation_index + 1
-        if new.invocation_index != expected or (expected == 0 and new.episode_id in self._done):
-            raise UsageError(
-                f"episode '{new.episode_id}': row with invocation_index {new.invocation_index}, expected {expected}"
-                + (" of an episode not written before" if new.episode_id in self._done else ""),
-                hint="write each episode's rows together, indices 0, 1, 2…",
-            )
-        self._done.add(new.episode_id)
-        self._last = new
+    def _check_order(self, keys: list[tuple[str, int]]) -> None:
+        last, new = self._last, set[str]()
+        for episode_id, index in keys:
+            expected = 0 if last is None or last[0] != episode_id else last[1] + 1
+            again = expected == 0 and (episode_id in self._done or episode_id in new)
+            if index != expected or again:
+                raise UsageError(
+                    f"episode '{episode_id}': row with invocation_index {index}, expected {expected}"
+                    + (" of an episode not written before" if episode_id in self._done | new else ""),
+                    hint="write each episode's rows together, indices 0, 1, 2…",
+                )
+            new.add(episode_id)
+            last = episode_id, index
+        self._done |= new
+        self._last = last
 
-    def _flush(self, last: bool = False) -> None:
+    def _flush(self, batch: pa.RecordBatch | None = None, *, last: bool = False) -> None:
+        """Write `batch`, or the rows that wait."""
         try:
-            self._flush_part(last)
+            self._flush_part(batch, last)
         except BaseException as error:  # the rows that the part held are gone with it
             self._part, self._failure = None, first_line(error)
             self._abandon()
             raise
 
-    def _flush_part(self, last: bool) -> None:
-        if self._part is None and (self._buffer or not self._parts):
+    def _flush_part(self, batch: pa.RecordBatch | None, last: bool) -> None:
+        rows = len(self._waiting) if batch is None else batch.num_rows
+        if self._part is None and (rows or not self._parts):
             if self._folder and not self._parts:
                 self._remove_manifest()
             name = self.path / f"part-{len(self._parts):05d}.parquet" if self._folder else self.path
@@ -250,20 +254,15 @@ class TraceWriter:
             self._part = Part(name, self._schema, SUFFIXES[name.suffix], new)
         if self._part is None:
             return
-        if self._buffer:
-            self._part.write(self._buffer)
-        self._buffer, self._tokens = [], 0
-        self._items[:] = 0
+        if rows:
+            self._part.write_batch(self._waiting.batch if batch is None else lambda: batch)
         if last:
             self._parts.append(self._part.close())
             self._part = None
 
-    def _would_overflow(self, tokens: int, items: NDArray[np.int64]) -> bool:
-        return self._tokens + tokens > TOKENS_PER_BATCH or bool((self._items + items).max() > ITEMS_PER_BATCH)
-
-    def _part_is_full(self) -> bool:
+    def _part_is_full(self, more: int = 0) -> bool:
         written = self._part.rows if self._part is not None else 0
-        return self._folder and written + len(self._buffer) >= self._rows_per_part
+        return self._folder and written + len(self._waiting) + more >= self._rows_per_part
 
 
 def read(path: PathLike) -> TraceReader:

@@ -14,6 +14,7 @@ from types import TracebackType
 import pyarrow as pa
 
 from memopd_trace.arrowfile import file_schema, iter_file
+from memopd_trace.batching import TOKENS_PER_BATCH
 from memopd_trace.conform import conform_batch
 from memopd_trace.errors import InputError, UsageError
 from memopd_trace.invocation import IDS, Invocation, Media, as_array, read_column, write_column
@@ -21,7 +22,7 @@ from memopd_trace.metadata import ViewsMetadata, parse_views_metadata
 from memopd_trace.parts import SUFFIXES, Part
 from memopd_trace.places import PathLike, Place, place
 from memopd_trace.schema import RECORDED, VIEWS_COLUMNS, arrow_schema
-from memopd_trace.storage import TOKENS_PER_BATCH, describe, trace_files
+from memopd_trace.storage import describe, trace_files
 
 ROWS_PER_BATCH = 4096
 

@@ -55,6 +55,7 @@ SIGNATURES = {
     "TraceReader.iter_episodes": "(columns=None)",
     "TraceWriter": "(path, metadata, *, overwrite=False, rows_per_part=100000)",
     "TraceWriter.write": "(invocation)",
+    "TraceWriter.write_batch": "(batch)",
     "TraceWriter.write_episode": "(episode)",
     "TraceWriter.close": "()",
     "Invocation.replace": "(**changes)",

@@ -199,7 +199,7 @@ def test_a_column_that_was_not_asked_for_raises_and_arrays_are_views(tmp_path: P
 def test_an_ipc_file_takes_words_that_its_first_batch_did_not_hold(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:  # fmt: skip
-    monkeypatch.setattr("memopd_trace.storage.ROWS_PER_BATCH", 1)
+    monkeypatch.setattr("memopd_trace.batching.ROWS_PER_BATCH", 1)
     model = METADATA.models["m"]
     metadata = METADATA.model_copy(update={"models": dict.fromkeys(("m", "n"), model)})
     wanted = [("m", "root", None), ("n", "extend", None), ("m", "rewrite", "x_own"), ("n", "rewrite", "summary")]

@@ -15,8 +15,8 @@ from helpers_testing import differences
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from memopd_trace import batching, validate
 from memopd_trace import invocation as invocation_module
-from memopd_trace import storage, validate
 from memopd_trace.disk import atomic_file
 from memopd_trace.errors import InputError, UsageError
 from memopd_trace.invocation import Invocation, Media, Sampling, Segment, batch_from_invocations
@@ -192,7 +192,7 @@ def test_batches_end_before_any_column_is_too_long_for_its_offsets(
     column: str, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(invocation_module, "MAX_ITEMS", 100)
-    monkeypatch.setattr(storage, "ITEMS_PER_BATCH", 90)
+    monkeypatch.setattr(batching, "ITEMS_PER_BATCH", 90)
     data = [row(n, **WIDE[column]) for n in range(5)]
     write(tmp_path / name, METADATA, data)
     found = list(read(tmp_path / name).iter_invocations())
@@ -307,3 +307,38 @@ def test_ids_beyond_int32_are_refused_by_the_python_view() -> None:
 def test_importing_the_package_is_light() -> None:
     program = "import sys, memopd_trace; assert not {'torch', 'transformers', 'pandas'} & set(sys.modules)"
     assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_batch_is_written_as_its_rows_are(name: str, tmp_path: Path) -> None:
+    data = [row(index, episode) for episode in "efgh" for index in range(3)]
+    for folder, batches in (("rows", [data]), ("batches", [data[:4], data[4:]])):
+        (tmp_path / folder).mkdir()
+        with TraceWriter(tmp_path / folder / name, METADATA, rows_per_part=5) as writer:
+            for each in batches:
+                if folder == "rows":
+                    for one in each:
+                        writer.write(one)
+                else:
+                    writer.write_batch(batch_from_invocations(each))
+    by_row, by_batch = (read(tmp_path / folder / name) for folder in ("rows", "batches"))
+    assert [f.name for f in by_row.files] == [f.name for f in by_batch.files]
+    pairs = zip(by_row.iter_invocations(), by_batch.iter_invocations(), strict=True)
+    assert all(kept(a, b) for a, b in pairs) and not validate(by_batch.path).errors
+    if len(by_row.files) > 1:
+        assert [
+            json.loads((tmp_path / f / name / "manifest.json").read_text())["files"][0]["rows"]
+            for f in ("rows", "batches")
+        ] == [6, 6]
+
+
+def test_a_batch_out_of_order_is_refused_whole_and_rows_may_go_on(tmp_path: Path) -> None:
+    with TraceWriter(tmp_path / "t.parquet", METADATA) as writer:
+        writer.write(row(0))
+        for wrong in ([row(1), row(3)], [row(0, "f"), row(0)], [row(0, "f"), row(0, "g"), row(0, "f")]):
+            with pytest.raises(UsageError, match="expected"):
+                writer.write_batch(batch_from_invocations(wrong))
+        writer.write_batch(batch_from_invocations([row(1), row(0, "f")]))
+        writer.write(row(1, "f"))
+    found = [i.key for i in read(tmp_path / "t.parquet").iter_invocations()]
+    assert found == [("e", 0), ("e", 1), ("f", 0), ("f", 1)]
