@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import datetime
+from functools import lru_cache
 from itertools import pairwise
 from typing import Any
 
@@ -35,6 +36,7 @@ ITEM_COLUMNS = tuple(
     or pa.types.is_string(c.type)
     or pa.types.is_dictionary(c.type)
 )
+ARRAY_COLUMNS = tuple(c for c in TRACE_COLUMNS if pa.types.is_list(c.type) and c.name not in ("segments", "media"))
 MAX_ITEMS = 2**31 - 1  # Arrow's offsets are int32
 
 
@@ -128,9 +130,9 @@ class Invocation:
     extra: dict[str, str] | None = None
 
     def __post_init__(self) -> None:
-        for column in TRACE_COLUMNS:
+        for column in ARRAY_COLUMNS:
             value = getattr(self, column.name)
-            if value is not None and pa.types.is_list(column.type) and column.name not in ("segments", "media"):
+            if value is not None:
                 object.__setattr__(self, column.name, as_array(value, column))
 
     @property
@@ -296,7 +298,8 @@ def as_array(value: ArrayLike, column: Column) -> NDArray[Any]:
                 [0.0 if v is None else v for v in value],  # type: ignore[union-attr]
                 [v is None for v in value],  # type: ignore[union-attr]
             )
-        array: NDArray[Any] = np.ma.masked_array(value, dtype=dtype)
+        same = isinstance(value, np.ma.MaskedArray) and value.dtype == dtype
+        array: NDArray[Any] = value if same else np.ma.masked_array(value, dtype=dtype)
     else:
         array = np.asarray(value)
         same = not array.size or array.dtype == dtype
@@ -356,11 +359,17 @@ def _split(values: Any, offsets: NDArray[np.int64], array: pa.ListArray) -> list
     return cells
 
 
+@lru_cache(maxsize=256)
+def _nulls(rows: int, kind: pa.DataType) -> pa.Array:
+    """Most columns of most batches, and cheaper kept than made for each row that is judged alone."""
+    return pa.nulls(rows, kind)
+
+
 def write_column(cells: list[Any], column: Column) -> pa.Array:
     """The cells that `read_column` gives as an Arrow array."""
     kind = column.type
     if all(c is None for c in cells):
-        return pa.nulls(len(cells), kind)
+        return _nulls(len(cells), kind)
     if pa.types.is_dictionary(kind):
         return pa.array(cells, pa.string()).dictionary_encode()
     if column.name in ("segments", "media"):

@@ -39,6 +39,7 @@ Cause = Literal[
     "system_inserted",
     "other_output",
 ]
+STATE = ("position_ids", "visible_from", "visible_until", "media")
 ANCHOR = 4  # ids that must agree again before a later stretch counts as the parent's
 MAX_CANDIDATES = 512  # alignments tried, so that one repeated id cannot make this quadratic
 
@@ -78,6 +79,11 @@ def common_prefix(a: IDS, b: IDS) -> int:
     return int((a[:n] != b[:n]).argmax())  # the first true one
 
 
+def is_prefix(a: IDS, b: IDS) -> bool:
+    """Whether `a` is not empty, and `b` begins with all of it."""
+    return 0 < len(a) == common_prefix(a, b)
+
+
 def inherited(parent: Invocation, child: Invocation) -> int:
     """How many leading ids of the child's prompt are the parent's final ids, which are not copied for it."""
     if parent.output_slots is not None:
@@ -113,6 +119,8 @@ def state_difference(parent: Invocation, child: Invocation) -> str | None:
     inside the parent must have been evicted at the same query. No query of the parent's may see a key behind the
     parent's end. An array of the wrong length counts as different.
     """
+    if all(getattr(i, name) is None for i in (parent, child) for name in STATE):  # defaults agree
+        return None
     n = len(parent)
     parent_from, parent_until = parent.visibility()
     child_from, child_until = child.visibility()

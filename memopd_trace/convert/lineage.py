@@ -1,14 +1,8 @@
-"""How the calls of an episode follow from one another: as the log declares it, else by comparing ids.
+"""How the calls of an episode follow from one another: as the log declares it, else as ids show it (`Parents`).
 
-For a call without a declared parent, in this order:
-
-    extend    its prompt begins with all of an earlier call's ids; of several the longest (others on separate branches
-              are counted as an ambiguity)
-    fork      its prompt is an earlier call's prompt, or a prefix of one: another answer to it. Whether it is a second
-              try is known only to a log that says so
-    rewrite   it shares the longest prefix with an earlier call (of equal ones the latest); the kind is what ids, texts
-              and the log's word on reasoning show, else `opaque`; the evidence is `inferred`
-    root      it shares no more than a template's header with any earlier call
+Every guess is counted: a prompt that was answered before is a `fork` unless the log says that it is a second try; where
+several calls could be the parent the longest is taken; the kind of a rewrite is what ids, texts and the log's word on
+reasoning show, else `opaque`, with the evidence `inferred`.
 """
 
 from __future__ import annotations
@@ -17,17 +11,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-
-from memopd_trace.causes import HEADER, REWRITE_KINDS, explain
 from memopd_trace.convert.losses import Losses
-from memopd_trace.invocation import IDS, Invocation
-from memopd_trace.lineage import common_prefix, explain_difference, inherited
+from memopd_trace.invocation import Invocation
+from memopd_trace.lineage import common_prefix
+from memopd_trace.parents import Parent, Parents, relation_to, rewrite_kind
 from memopd_trace.pieces import Pieces
 
-MAX_COMPARED = 64  # earlier calls, the latest, with which a prompt that extends none is compared
-NEVER = 2**62  # a length that no prompt has
-MARKS = 2  # ids of an output in front of its reasoning, at most: a mark and a line break
 TWICE = "a prompt that was answered before: not told whether it is a second try"
 
 
@@ -50,25 +39,21 @@ def resolve(
 ) -> list[Columns]:
     """The lineage columns of the rows of one episode, which stand in commit order. `pieces` must be their tokenizer."""
     found: list[Columns] = []
-    parents: list[int | None] = []
-    states = _States()
+    parents = Parents()
     keys: dict[str, int] = {}
     for row, words in zip(rows, declared, strict=True):
-        done = rows[: len(found)]
         index = None if words.parent is None else keys.get(words.parent)
         if words.parent is not None and index is None and words.relation != "root":
             losses.degrade("a declared parent is not in the log", f"{row.name}: '{words.parent}'")
         columns: Columns | None = {"relation": "root"} if words.relation == "root" else None
         if columns is None and index is not None:
-            columns = _declared(row, done[index], words, declared[index].reasoned, losses, pieces)
+            columns = _declared(row, rows[index], words, declared[index].reasoned, losses, pieces)
         if columns is None:
-            followed = states.followed(row, done, parents)
-            columns = _found(row, done, declared, followed, losses, pieces)
-        found.append(columns)
-        parents.append(columns.get("parent_index"))
-        states.add(row)
+            columns = _found(row, parents.find(row), rows, declared, losses, pieces)
+        parents.add(row, columns.get("parent_index"))
         if words.key is not None:
-            keys[words.key] = len(parents) - 1
+            keys[words.key] = len(found)
+        found.append(columns)
     _number_attempts(rows, found, losses)
     return found
 
@@ -77,6 +62,7 @@ def _number_attempts(rows: Sequence[Invocation], found: Sequence[Columns], losse
     """Give each try of one call a number of its own: a retry without one the next, a second call of one number none."""
     family: list[object] = []
     used: dict[object, set[int]] = {}
+    highest: dict[object, int] = {}  # of `used`, so that a call tried very often is not searched each time
     for row, columns in zip(rows, found, strict=True):
         relation, parent, attempt = columns["relation"], columns.get("parent_index"), row.attempt
         own: object = row.invocation_index
@@ -89,11 +75,13 @@ def _number_attempts(rows: Sequence[Invocation], found: Sequence[Columns], losse
                 losses.degrade(TWICE, row.name)
         numbers = used.setdefault(own, set())
         if relation == "retry" and attempt is None:
-            attempt = max(numbers, default=0) + 1
+            attempt = highest.get(own, 0) + 1
         elif attempt in numbers:
             losses.degrade("the number of an attempt occurs twice, and is left out", f"{row.name}: {attempt}")
             attempt = None
-        numbers |= set() if attempt is None else {attempt}
+        if attempt is not None:
+            numbers.add(attempt)
+            highest[own] = max(attempt, highest.get(own, 0))
         columns["attempt"] = attempt
         family.append(own)
 
@@ -116,138 +104,55 @@ def _declared(
         return None
     if words.relation == "spawn":
         return {**columns, "relation": "spawn"}
-    if inherited(parent, row) == len(parent):
+    relation = relation_to(parent, row)
+    if relation == "extend":
         if words.rewrite_kind is not None:
             losses.degrade("declared a rewrite, and no id changed", f"{row.name}: '{words.rewrite_kind}'")
         return {**columns, "relation": "extend"}
-    if words.rewrite_kind is not None:
-        kind, evidence = words.rewrite_kind, "explicit"
-    else:
-        kind, evidence = rewrite_kind(parent, row, reasoned, losses, pieces), "inferred"
-    return {**columns, "relation": "rewrite", "rewrite_kind": kind, "rewrite_evidence": evidence}
+    if relation == "fork" and words.rewrite_kind is None:
+        losses.degrade(TWICE, row.name)
+        return {**columns, "relation": "fork"}
+    return {**columns, **_rewrite(row, parent, words, reasoned, losses, pieces)}
 
 
 def _found(
     row: Invocation,
-    done: Sequence[Invocation],
+    parent: Parent,
+    rows: Sequence[Invocation],
     declared: Sequence[Declared],
-    followed: list[int],
     losses: Losses,
     pieces: Pieces | None,
 ) -> Columns:
-    """The columns of a call whose parent is not declared; its prompt begins with the states of `followed`."""
-    if not done:
-        return {"relation": "root"}
+    """The columns of a call whose parent is not declared."""
+    columns = parent.columns()
+    if not row.invocation_index:
+        return columns
     losses.gap("no_parent")
-    if followed:
-        if len(followed) > 1:
-            names = " or ".join(map(str, followed))
-            losses.degrade("several calls could be the parent: the longest is taken", f"{row.name}: {names}")
-        return {"parent_index": followed[0], "relation": "extend"}
-    nearest, same = _nearest(row, done)
-    if nearest is None or same < min(HEADER, (len(row.prompt_ids) + 1) // 2):
+    if parent.others:
+        names = " or ".join(map(str, (parent.index, *parent.others)))
+        losses.degrade("several calls could be the parent: the longest is taken", f"{row.name}: {names}")
+    if parent.index is None:
         losses.degrade("a context of its own: it shares nothing with earlier calls", row.name)
-        return {"relation": "root"}
-    columns: Columns = {"parent_index": nearest.invocation_index}
-    if same == len(row.prompt_ids) and same <= len(nearest.prompt_ids):
-        losses.degrade(TWICE, row.name)
-        return {**columns, "relation": "fork"}
+        return columns
     words = declared[row.invocation_index]
+    if parent.relation == "rewrite" or (parent.relation == "fork" and words.rewrite_kind is not None):
+        columns |= _rewrite(row, rows[parent.index], words, declared[parent.index].reasoned, losses, pieces)
+    elif parent.relation == "fork":
+        losses.degrade(TWICE, row.name)
+    return columns
+
+
+def _rewrite(
+    row: Invocation, parent: Invocation, words: Declared, reasoned: bool, losses: Losses, pieces: Pieces | None
+) -> Columns:
+    """The columns of a rewrite but its parent: of the kind that the log declares, or that ids and texts show."""
+    columns: Columns = {"relation": "rewrite"}
     if words.rewrite_kind is not None:
-        kind, evidence = words.rewrite_kind, "explicit"
-    else:
-        reasoned = declared[nearest.invocation_index].reasoned
-        kind, evidence = rewrite_kind(nearest, row, reasoned, losses, pieces), "inferred"
-    return {**columns, "relation": "rewrite", "rewrite_kind": kind, "rewrite_evidence": evidence}
-
-
-def _nearest(row: Invocation, done: Sequence[Invocation]) -> tuple[Invocation | None, int]:
-    """The call with the longest common prefix, of equal ones the latest, and that prefix's length. A call whose prompt
-    alone is shared counts as near as one whose output is not."""
-    best: Invocation | None = None
-    length = -1
-    for other in reversed([i for i in done if i.accepted is not False][-MAX_COMPARED:]):
-        same = inherited(other, row)
-        if same > length:
-            best, length = other, same
-    return best, length
-
-
-def rewrite_kind(parent: Invocation, child: Invocation, reasoned: bool, losses: Losses, pieces: Pieces | None) -> str:
-    """What was probably done to the parent's context: a word of the registry, `opaque` where nothing shows it."""
+        return {**columns, "rewrite_kind": words.rewrite_kind, "rewrite_evidence": "explicit"}
     losses.gap("no_rewrite_kind")
-    if pieces is not None:
-        difference = explain(parent, child, None, pieces)
-        if difference.cause == "other_output":
-            losses.gap("lost_calls", "an answer stands in a prompt that no recorded call gave")
-    else:
-        if reasoned and _without_reasoning(parent, child):
-            return "strip_thinking"
-        difference = explain_difference(parent.sequence_ids, child.prompt_ids)
-    kind = REWRITE_KINDS.get(difference.cause, "opaque")
+    kind, difference = rewrite_kind(parent, row, pieces, reasoned=reasoned)
+    if difference.cause == "other_output":
+        losses.gap("lost_calls", "an answer stands in a prompt that no recorded call gave")
     if kind == "opaque":
-        losses.degrade("a rewrite of an unknown kind", f"{child.name}: {difference.cause}: {difference.detail}")
-    return kind
-
-
-def _without_reasoning(parent: Invocation, child: Invocation) -> bool:
-    """Whether of the parent only a stretch at the head of its output is gone: where the log says that there was
-    reasoning, that is what it was. The rest of the output has to follow to its end, a stop id that a template writes
-    anew aside."""
-    start = len(parent.prompt_ids)
-    same = inherited(parent, child)
-    if not start <= same <= start + MARKS:
-        return False
-    lost, new = parent.output_ids[same - start :], child.prompt_ids[same:]
-    kept = _kept_end(lost, new)
-    return kept > 0 and len(lost) - kept > 0
-
-
-def _kept_end(lost: IDS, new: IDS) -> int:
-    """How many last ids of `lost` come back at once in `new`, a few ids from its start; 0 for none."""
-    best = 0
-    for gap in range(min(len(new), 2 * MARKS + 4)):
-        rest = new[gap:]
-        for start in np.flatnonzero(lost == rest[0])[:512]:
-            kept = len(lost) - int(start)
-            if kept > best and kept <= len(rest) and np.array_equal(lost[start:], rest[:kept]):
-                best = kept
-    return best
-
-
-class _States:
-    """The states of the calls so far, to be found by what a prompt begins with: by the id with which each ends. Only
-    what agrees there is compared whole, and of a chain of calls only the last."""
-
-    def __init__(self) -> None:
-        self._lengths: list[int] = []
-        self._ends: list[int] = []
-
-    def add(self, row: Invocation) -> None:
-        """The next call, for those behind it. A rejected one, or one without an output, is followed by none."""
-        usable = row.accepted is not False and len(row.output_ids) > 0
-        self._lengths.append(len(row) if usable else NEVER)
-        self._ends.append(int(row.output_ids[-1]) if usable else 0)
-
-    def followed(self, row: Invocation, done: Sequence[Invocation], parents: Sequence[int | None]) -> list[int]:
-        """The calls whose whole state the prompt begins with and that are no ancestors of one another: the longest
-        first, of equal ones the latest."""
-        lengths, ends = np.array(self._lengths, np.int64), np.array(self._ends, np.int64)
-        fits = np.flatnonzero(lengths <= len(row.prompt_ids))
-        fits = fits[row.prompt_ids[lengths[fits] - 1] == ends[fits]]
-        found: list[int] = []
-        above: set[int] = set()
-        for index in sorted(fits.tolist(), key=lambda i: (lengths[i], i), reverse=True):
-            if index not in above and inherited(done[index], row) == lengths[index]:
-                found.append(index)
-                above |= _ancestors(index, parents)
-        return found
-
-
-def _ancestors(index: int | None, parents: Sequence[int | None]) -> set[int]:
-    """`index` and what it goes back to."""
-    found: set[int] = set()
-    while index is not None:
-        found.add(index)
-        index = parents[index]
-    return found
+        losses.degrade("a rewrite of an unknown kind", f"{row.name}: {difference.cause}: {difference.detail}")
+    return {**columns, "rewrite_kind": kind, "rewrite_evidence": "inferred"}

@@ -68,16 +68,17 @@ def _relation(row: Invocation, parent: Invocation | None, rewrite_kind: str | No
 
 
 def check_row(row: Invocation, earlier: Sequence[Invocation], metadata: TraceMetadata) -> None:
-    """Judge one row by every MUST of `core`; `earlier` are the rows in front of it, which are not judged again.
+    """Judge one row by every MUST of `core`; `earlier` are the rows in front of it in its episode, in order, which are
+    not judged again.
 
     Raises:
         UsageError: the first violation, with its rule's code and hint.
     """
     run = Run(row.episode_id, metadata)
     named = {row.parent_index, *(s.source_index for s in row.segments or ())}
-    for invocation in earlier:
-        if invocation.invocation_index in named:
-            run.know(invocation)
+    for index in named:
+        if index is not None and 0 <= index < len(earlier):
+            run.know(earlier[index])
     run.add(0, row)
     _refuse(run, "core")
 
@@ -116,10 +117,16 @@ def _batch(rows: Sequence[Invocation]) -> pa.RecordBatch:
         raise UsageError(f"{rows[-1].name}: a value does not fit its column: {first_line(error)}") from None
 
 
+@cache
+def _schema() -> pa.Schema:
+    """Of every trace; what its metadata say is in `Run.metadata`."""
+    return arrow_schema()
+
+
 def _file(run: Run) -> FileContext:
     """As if the rows were a file."""
-    schema = arrow_schema("trace", run.metadata.to_schema_metadata())
-    values = {c.name: 0 for c in schema if any(getattr(i, c.name) is not None for i in run.known)}
+    schema = _schema()
+    values = {name: 0 for name in schema.names if any(getattr(i, name) is not None for i in run.known)}
     return FileContext(Path(), 0, schema, run.metadata, schema, rows=len(run.rows), episodes=1, first_value=values)
 
 
