@@ -62,7 +62,7 @@ def is_node(path: Path) -> bool:
     """Whether `path` (or what it links to) is neither a regular file nor a folder: a device, a FIFO, a socket."""
     try:
         mode = path.stat().st_mode
-    except OSError:
+    except (OSError, ValueError):  # the latter for a zero byte in the name
         return False
     return not stat.S_ISREG(mode) and not stat.S_ISDIR(mode)
 

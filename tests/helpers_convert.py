@@ -50,6 +50,19 @@ def converted(folder: Path, name: str, records: Iterable[Any], **options: Any) -
     return result, rows
 
 
+def from_fixtures(name: str, folder: Path, *logs: str, **options: Any) -> tuple[Conversion, list[Invocation]]:
+    """Kept logs through a converter: a valid trace was written, and nothing is lost uncounted."""
+    target = folder / f"t{len(list(folder.iterdir()))}.parquet"
+    result = convert(name, [FIXTURES / log for log in logs], target, **options)
+    assert result.losses.balanced() and result.exit_code() == 0 and result.trace is not None, result.to_text()
+    return result, list(read(result.trace).iter_invocations())
+
+
+def ids(rows: list[Invocation]) -> list[tuple[list[int], list[int]]]:
+    """The prompts and the outputs."""
+    return [(r.prompt_ids.tolist(), r.output_ids.tolist()) for r in rows]
+
+
 def toy_tokenizer(folder: Path) -> Path:
     """A character tokenizer with marks and a chat template, as Transformers saves it: id 0 `<|end|>` ends a turn."""
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers

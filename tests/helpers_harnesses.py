@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 
@@ -208,6 +209,13 @@ def _tau() -> list[dict[str, Any]]:
     ]
 
 
+def _langsmith() -> list[dict[str, Any]]:
+    """Two traces and a feedback, as LangSmith's own client wrote them, with the model's runs first."""
+    file = Path(__file__).parent / "convert" / "fixtures" / "langsmith_runs.jsonl"
+    runs = [json.loads(line) for line in file.read_text().splitlines()]
+    return sorted(runs, key=lambda r: r.get("run_type") != "llm")
+
+
 LOGS: dict[str, list[dict[str, Any]]] = {
     "openhands": _openhands(),
     "swe-agent": _swe_agent(),
@@ -216,5 +224,6 @@ LOGS: dict[str, list[dict[str, Any]]] = {
     "openinference": _openinference(),
     "otel": _otel(),
     "langfuse": _langfuse(),
+    "langsmith": _langsmith(),
     "tau": _tau(),
 }

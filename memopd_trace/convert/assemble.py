@@ -5,6 +5,7 @@ Everything here is alike for all formats, so that a converter only has to say wh
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -49,9 +50,10 @@ class Assembler:
         """The rows of an episode, counted; every call is a row or dropped with a reason."""
         ready: list[tuple[Call, Invocation]] = []
         tokens = 0
-        for call in in_order(_once(draft.calls, self.losses), self.losses):
+        calls = _once(draft.calls, self.losses)
+        for call in in_order(calls, self.losses):
             self.losses.place = call.place
-            row = self._row(call, draft, len(ready))
+            row = self._row(call, draft, len(ready)) if tokens <= MAX_TOKENS else None
             tokens += len(row) if row is not None else 0
             if tokens > MAX_TOKENS:
                 self.losses.drop(f"an episode of more than {MAX_TOKENS} tokens")
@@ -64,8 +66,8 @@ class Assembler:
         rows = [row for _, row in ready]
         columns = resolve(rows, words, self.losses, self.pieces)
         columns[-1] |= self._end(draft, rows)
-        if len(rows) < len(draft.calls):
-            self.losses.gap("lost_calls", "calls that could not be converted", len(draft.calls) - len(rows))
+        if len(rows) < len(calls):
+            self.losses.gap("lost_calls", "calls that could not be converted", len(calls) - len(rows))
         self.losses.rows += len(rows)
         self.losses.episodes += 1
         done: list[Row] = []
@@ -115,7 +117,7 @@ class Assembler:
             finish_reason=call.finish_reason,
             token_source=source,
             reward=call.reward,
-            rewards=call.rewards,
+            rewards=_numbers(call.rewards, self.losses),
             **_mirrors(call),
             started_at=call.started_at,
             ended_at=call.ended_at,
@@ -177,8 +179,9 @@ class Assembler:
                 self.losses.degrade(
                     "the episode's reward is not the sum of its calls', which hold", f"{draft.reward} and {sum(own)}"
                 )
-        if draft.rewards is not None:
-            changes["rewards"] = {**draft.rewards, **(last.rewards or {})}
+        named = _numbers(draft.rewards, self.losses)
+        if named is not None:
+            changes["rewards"] = {**named, **(last.rewards or {})}
         return changes
 
 
@@ -196,10 +199,12 @@ def in_order(calls: list[Call], losses: Losses) -> list[Call]:
         else:
             _place(call, placed, done, waiting)
     while waiting:
-        first = waiting[next(iter(waiting))].pop(0)
+        name = next(iter(waiting))
+        first = waiting[name].pop(0)
+        if not waiting[name]:
+            del waiting[name]
         losses.degrade("declared parents go in a circle, and one is left out", first.place)
         _place(replace(first, parent=None, relation=None), placed, done, waiting)
-        waiting = {name: calls for name, calls in waiting.items() if calls}
     return placed
 
 
@@ -225,6 +230,15 @@ def _once(calls: list[Call], losses: Losses) -> list[Call]:
             losses.drop("told again" if same else "told again and differently, the last word holds")
         found[name] = call
     return list(found.values())
+
+
+def _numbers(rewards: dict[str, float] | None, losses: Losses) -> dict[str, float] | None:
+    """Named rewards without those that are no finite numbers."""
+    found = {name: value for name, value in (rewards or {}).items() if math.isfinite(value)}
+    lost = [name for name in rewards or () if name not in found]
+    if lost:
+        losses.degrade("a named reward that is not finite is left out", lost[0], len(lost))
+    return found or None
 
 
 def _mirrors(call: Call) -> dict[str, Any]:

@@ -66,10 +66,12 @@ def behaviour_of(call: Call, length: int, source: str, default_kind: str | None,
         losses.degrade(f"log-probabilities left out: {why[0]}", why[1])
         call.extra["log_probabilities"] = logprobs.tolist()
         return Behaviour(None, None, mask)
-    positive = np.ma.filled(logprobs, 0) > MAX_POSITIVE
+    without = np.ma.getmaskarray(logprobs)
+    positive = ~without & (np.ma.getdata(logprobs) > MAX_POSITIVE)
     if positive.any():
         losses.degrade("a log-probability above 0 is null", number=int(positive.sum()))
-    without = np.ma.getmaskarray(logprobs) | positive
+        without = without | positive
+        logprobs = np.ma.masked_array(np.ma.getdata(logprobs), mask=without)
     if without.all():
         return Behaviour(None, None, mask)
     wanted = mask if mask is not None else call.sampled
@@ -77,7 +79,7 @@ def behaviour_of(call: Call, length: int, source: str, default_kind: str | None,
     if lost.any() and call.accepted is not False:
         losses.degrade("a token without a log-probability is not trained", number=int(lost.sum()))
         mask = ~without if wanted is None else wanted & ~without
-    return Behaviour(np.ma.masked_array(np.ma.getdata(logprobs), mask=without), kind, mask)
+    return Behaviour(logprobs, kind, mask)
 
 
 def _useless(logprobs: MaskedFloats, kind: str, sampling: Sampling, length: int, source: str) -> tuple[str, str] | None:

@@ -7,6 +7,7 @@ that Transformers gives them; a template inside a log is never run, and no code 
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 from collections.abc import Sequence
@@ -15,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from memopd_trace.convert.bounds import Overrun, bounded
 from memopd_trace.convert.draft import Call, Chat
 from memopd_trace.errors import InputError, MissingExtraError, first_line, printable
 from memopd_trace.invocation import IDS
@@ -31,6 +33,10 @@ FILES = (
     "tekken.json",
 )
 MAX_TEXT = 64 * 2**20  # characters of one prompt
+TEMPLATE_SECONDS = 20.0  # of processor time for one rendering: templates come with models, which anyone may upload
+TEMPLATE_BYTES = 2 * 2**30  # that one rendering may allocate
+MAX_OVERRUNS = 3  # renderings that take more, after which there are none
+SAID = ("content", "reasoning_content", "reasoning")  # what an answer may say beside the tools that it calls
 
 
 class CannotRender(Exception):
@@ -63,6 +69,7 @@ class Renderer:
             )
         except Exception as error:
             raise InputError(f"{folder}: no tokenizer: {printable(first_line(error))}") from None
+        self._overruns = 0
         added = self.tokenizer.added_tokens_decoder.values()
         self._marks = sorted({t.content for t in added if t.special}, key=len, reverse=True)  # what may end a turn
 
@@ -123,19 +130,34 @@ class Renderer:
     def _render(self, prompt: Chat, messages: list[dict[str, Any]], answer: bool) -> str:
         if self.tokenizer.chat_template is None:
             raise CannotRender("the tokenizer has no chat template")
+        if self._overruns >= MAX_OVERRUNS:
+            raise CannotRender(f"the chat template: took too much {MAX_OVERRUNS} times, and is not run again")
         try:
-            text = self.tokenizer.apply_chat_template(
+            with bounded(TEMPLATE_SECONDS, TEMPLATE_BYTES):
+                text = self._apply(prompt, messages, answer)
+            if len(text) > MAX_TEXT:
+                raise CannotRender(f"a text of more than {MAX_TEXT} characters")
+            return text
+        except (Overrun, MemoryError) as error:
+            what = "takes too much memory" if isinstance(error, MemoryError) else "takes too long"
+        except CannotRender:
+            raise
+        except Exception as error:  # a template raises whatever it likes
+            raise CannotRender(f"the chat template: {printable(first_line(error))}") from None
+        self._overruns += 1
+        gc.collect()  # what it had allocated
+        raise CannotRender(f"the chat template: {what}")
+
+    def _apply(self, prompt: Chat, messages: list[dict[str, Any]], answer: bool) -> str:
+        return str(
+            self.tokenizer.apply_chat_template(
                 [_plain(m) for m in messages],
                 tools=prompt.tools or None,
                 add_generation_prompt=not answer,
                 tokenize=False,
                 **{k: v for k, v in prompt.options.items() if k.isidentifier() and k not in RESERVED},
             )
-        except CannotRender:
-            raise
-        except Exception as error:  # a template raises whatever it likes
-            raise CannotRender(f"the chat template: {printable(first_line(error))}") from None
-        return str(text)
+        )
 
 
 RESERVED = (
@@ -158,7 +180,11 @@ def rendered(call: Call, renderer: Renderer) -> tuple[IDS, IDS, list[str]]:
     answer, follows = renderer.answer_text(call.prompt, text, call.answer, ended)
     faults = [] if follows else ["the answer is encoded without its template, which renders it elsewhere"]
     messages = [] if isinstance(call.prompt, str) else call.prompt.messages
-    if any(name not in part for part, ms in ((text, messages), (answer, [call.answer])) for name in _functions(ms)):
+    if any(name not in answer for name in _functions([call.answer])):
+        if isinstance(call.answer, dict) and not any(call.answer.get(name) for name in SAID):
+            raise CannotRender("the chat template leaves tool calls out, and the answer is nothing else")
+        faults.append("the chat template leaves tool calls out")
+    elif any(name not in text for name in _functions(messages)):
         faults.append("the chat template leaves tool calls out")
     return renderer.encode(text), renderer.encode(answer), faults
 

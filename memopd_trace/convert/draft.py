@@ -95,11 +95,15 @@ class Draft:
     extra: dict[str, Any] = field(default_factory=dict)
 
     def absorb(self, piece: Draft) -> list[str]:
-        """Add a later piece of the same episode; of two values the later one holds. Returns the names of those that
-        differed, which are to be counted."""
+        """Add a later piece of the same episode; of two values (of named rewards: of one name) the later one holds.
+        Returns the names of those that differed, which are to be counted."""
         differ = []
         self.calls += piece.calls
-        for name in ("group_id", "task_id", "reward", "rewards", "terminated", "truncated"):
+        for name, value in (piece.rewards or {}).items():
+            self.rewards = self.rewards or {}
+            differ += [f"reward '{name}'"] if self.rewards.get(name, value) != value else []
+            self.rewards[name] = value
+        for name in ("group_id", "task_id", "reward", "terminated", "truncated"):
             old, new = getattr(self, name), getattr(piece, name)
             if new is not None:
                 differ += [name] if old not in (None, new) else []
@@ -124,7 +128,9 @@ def is_too_deep(draft: Draft, limit: int = MAX_DEPTH) -> bool:
                 seen.add(id(value))
                 inner += value.values() if isinstance(value, dict) else value
         level = [v for v in inner if isinstance(v, dict | list)]
-    return bool(level)
+        if not level:
+            return False
+    return True
 
 
 FINISH_REASONS = {

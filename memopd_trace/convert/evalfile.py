@@ -26,9 +26,12 @@ LOCAL = struct.Struct("<26xHH")  # of a member's own header: the lengths of its 
 
 
 def is_eval(file: Path) -> bool:
-    """Whether a file is a zip."""
-    with file.open("rb") as stream:
-        return stream.read(4) in (b"PK\x03\x04", b"PK\x05\x06")
+    """Whether a file is a zip; one that cannot be read, which is told where it is, is none."""
+    try:
+        with file.open("rb") as stream:
+            return stream.read(4) in (b"PK\x03\x04", b"PK\x05\x06")
+    except OSError:
+        return False
 
 
 def eval_samples(file: Path, limit: int = MAX_RECORD) -> Iterator[Record | Issue]:

@@ -3,7 +3,7 @@
     {"messages" or "prompt", "tools", "temperature", …}  ->  {"choices": [{"message" or "text", …}], "usage": …}
 
 Token ids are read wherever servers put them: `prompt_token_ids` beside or inside the choice, `token_ids` of the choice,
-or tokens written as `token_id:123`. An answer that was streamed may be a list of its chunks.
+or tokens written as `token_id:123`. An answer that was streamed may be a list of its chunks, or their text.
 """
 
 from __future__ import annotations
@@ -18,11 +18,13 @@ from memopd_trace.convert.records import Record, parse
 from memopd_trace.invocation import IDS, MaskedFloats, Sampling
 
 TOKEN_ID = re.compile(r"token_id:(\d{1,10})")
+LAST = ("response.completed", "response.incomplete", "response.failed")  # events that hold a whole answer of Responses
 SETTINGS = ("temperature", "top_p", "min_p", "repetition_penalty")
 
 
 def part(record: Fields, *names: str) -> Fields | None:
-    """The first of these fields that is there, as an object; JSON in a text is read, and so is one more level `body`.
+    """The first of these fields that is there, as an object; JSON in a text is read, and so are the events of a stream
+    and one more level `body`.
 
     Raises:
         BrokenRecord: it is there and no object.
@@ -31,7 +33,7 @@ def part(record: Fields, *names: str) -> Fields | None:
         value = record.peek(name)
         if isinstance(value, str):
             found = parse(value.encode("utf-8", "replace"), "")
-            value = found.value if isinstance(found, Record) else value
+            value = found.value if isinstance(found, Record) else events(value) or value
         if isinstance(value, list):
             value = joined(value, record.losses, name)
         if value is not None:
@@ -39,6 +41,15 @@ def part(record: Fields, *names: str) -> Fields | None:
             inner = record.fields(name)
             return part(inner, "body", "json") or inner if inner is not None else None
     return None
+
+
+def events(text: str) -> list[Any] | None:
+    """The events of a streamed answer out of its text, whose lines begin with `data:`; `None` for another text."""
+    if not text.lstrip().startswith(("event:", "data:")):
+        return None
+    lines = [line.removeprefix("data:").strip() for line in text.splitlines() if line.startswith("data:")]
+    found = [parse(line.encode("utf-8", "replace"), "") for line in lines if line != "[DONE]"]
+    return [event.value for event in found if isinstance(event, Record)]
 
 
 def calls(request: Fields | None, response: Fields, losses: Losses) -> list[Call]:
@@ -195,6 +206,8 @@ def joined(chunks: list[Any], losses: Losses, name: str) -> dict[str, Any]:
     choices: dict[int, dict[str, Any]] = {}
     for number, value in enumerate(chunks):
         chunk = Fields(value, losses, f"{name}[{number}]")
+        if chunk.peek("type") in LAST and isinstance(chunk.peek("response"), dict):
+            return dict(chunk.peek("response"))
         whole |= {k: v for k, v in chunk.value.items() if v is not None and k != "choices"}
         for choice in chunk.each("choices"):
             _add_chunk(choices.setdefault(choice.whole("index") or 0, {}), choice)

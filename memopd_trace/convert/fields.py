@@ -12,6 +12,7 @@ with its path and what stands there.
 from __future__ import annotations
 
 import math
+import struct
 from array import array
 from collections.abc import Iterator
 from datetime import UTC, datetime
@@ -155,7 +156,11 @@ class Fields:
         if not value and not empty:
             self.losses.degrade("an empty list of ids is null", self._path(name))
             return None
-        return as_ids(value, self._path(name))
+        try:
+            return as_ids(value, self._path(name))
+        except BrokenRecord:
+            self._seen.discard(name)  # who goes on without them leaves them over
+            raise
 
     def logprobs(self, name: str) -> MaskedFloats | None:
         """Log-probabilities in nats, masked where null, not finite, or a filler far below any probability; an empty
@@ -198,8 +203,9 @@ def as_ids(value: list[Any], path: str) -> IDS:
         BrokenRecord: an item is no whole number from 0 to 2^31 - 1.
     """
     try:
-        ids = np.array(array("i", value), np.int32)
-    except (TypeError, OverflowError):
+        ids = np.empty(len(value), np.int32)
+        struct.pack_into(f"{len(value)}i", ids.data, 0, *value)
+    except struct.error:
         i, item = next((i, v) for i, v in enumerate(value) if type(v) is not int or not 0 <= v < 2**31)
         raise _other(f"{path}[{i}]", "a token id", item) from None
     for i in np.flatnonzero(ids < 2).tolist():  # true and false pass for 1 and 0

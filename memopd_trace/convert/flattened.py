@@ -6,6 +6,7 @@ Each run of 1s is a call, and its prompt is all that stands in front of it: thes
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from typing import Any
 
@@ -63,6 +64,14 @@ def split(
     if stops[-1] < len(response):
         calls[-1].extra["ids_after_the_last_call"] = response[stops[-1] :].tolist()
     return calls
+
+
+def are_finite(values: list[Any]) -> bool:
+    """Whether all of a log's values are numbers, and so is any sum of some of them."""
+    try:
+        return all(type(v) in (int, float) for v in values) and math.isfinite(sum(map(abs, values)))
+    except OverflowError:  # a whole number of some hundred digits
+        return False
 
 
 def spread(values: list[float], mask: NDArray[np.bool_] | None, calls: list[Call]) -> None:

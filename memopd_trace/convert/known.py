@@ -18,6 +18,7 @@ from memopd_trace.places import file_sha256
 MAX_LISTED = 100  # inputs that the metadata names one by one
 UNSEEN = ("lost_calls", "server_state", "opaque_content", "lossy_text")  # what no row shows
 OF_EPISODES = ("no_reward", "no_end", "no_group")
+FOREIGN = "ids that the tokenizer does not have: is it this model's?"
 KEEPS_FROM = {
     "policy": ("no_token_ids", "no_logprobs", "no_logprob_kind", "no_sampling", "no_policy_version"),
     "train": OF_EPISODES,
@@ -76,9 +77,12 @@ def metadata_of(
     chosen: Format, files: Sequence[Path], losses: Losses, known: Known, renderer: Renderer | None
 ) -> TraceMetadata:
     """The metadata of the trace that the rows make up."""
-    digests = {str(file): file_sha256(file) for file in files}
+    digests = {str(file): digest for file in files if (digest := _digest(file, losses)) is not None}
     whole = hashlib.sha256("".join(f"{digest}  {name}\n" for name, digest in digests.items()).encode()).hexdigest()
     given = None if renderer is None else renderer.metadata()
+    for name, largest in known.largest.items():
+        if given is not None and largest >= given.vocab_size:
+            losses.degraded.add(FOREIGN, f"{name}: id {largest}, and the tokenizer has {given.vocab_size}")
     models = {
         name: Model(name=name, tokenizer=given or _unknown_tokenizer(name, largest + 1, whole))
         for name, largest in known.largest.items()
@@ -101,6 +105,16 @@ def metadata_of(
             gaps=gaps,
         ),
     )
+
+
+def _digest(file: Path, losses: Losses) -> str | None:
+    """The SHA-256 of an input; `None` for one that cannot be read (any more)."""
+    try:
+        return file_sha256(file)
+    except OSError:
+        losses.place = str(file)
+        losses.degrade("an input that cannot be read is not named in the metadata")
+        return None
 
 
 def _unknown_tokenizer(model: str, size: int, inputs: str) -> Tokenizer:

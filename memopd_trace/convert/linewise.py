@@ -12,7 +12,7 @@ from pathlib import Path
 from memopd_trace.convert.draft import MAX_DEPTH, Draft, is_too_deep
 from memopd_trace.convert.fields import Fields
 from memopd_trace.convert.losses import BrokenRecord, Issue, Losses, NotACall
-from memopd_trace.convert.records import MAX_RECORD, Record, json_files, open_text
+from memopd_trace.convert.records import MAX_RECORD, READ_FAULTS, Record, json_files, open_text, size_of
 
 HEAD = 2**16  # bytes of a file in which its names are looked for
 
@@ -35,14 +35,19 @@ def families(files: Iterable[Path], *names: re.Pattern[bytes]) -> Iterator[Recor
     """Files that share what one of `names` finds first in them, as one record: the list of the records of all, in the
     order of the files. A family too large for memory is read file by file."""
     for family in _joined(list(files), names):
-        parts = [family] if sum(f.stat().st_size for f in family) <= MAX_RECORD else [[f] for f in family]
+        parts = [family] if sum(map(size_of, family)) <= MAX_RECORD else [[f] for f in family]
         for part in parts:
             lines: list[Record] = []
+            length = 0
             for found in json_files(part):
-                if isinstance(found, Record):
-                    lines += found.value
-                else:
+                if not isinstance(found, Record):
                     yield found
+                    continue
+                length += found.length
+                if lines and length > MAX_RECORD:  # the files are packed, and there is more in them
+                    yield Record(str(part[0]), lines, len(lines))
+                    lines, length = [], found.length
+                lines += found.value
             if lines:
                 yield Record(str(part[0]), lines, len(lines))
 
@@ -71,6 +76,6 @@ def _keys(file: Path, names: Sequence[re.Pattern[bytes]]) -> list[bytes]:
     try:
         with open_text(file) as stream:
             head = stream.read(HEAD)
-    except (OSError, ValueError):  # reported where the file is read
+    except READ_FAULTS:  # reported where the file is read
         return []
     return [match[0] for name in names if (match := name.search(head))]

@@ -17,6 +17,7 @@ from memopd_trace.errors import printable
 
 MAX_ISSUES = 100  # broken records that are listed; all are counted
 MAX_SHOWN = 20  # of them in a text
+MAX_HISTORY = 2**25  # messages in all prompts of one record; each prompt repeats those before it
 
 
 class BrokenRecord(Exception):
@@ -77,6 +78,23 @@ class Losses:
     broken: int = 0
     versions: set[str] = field(default_factory=set)
     place: str = ""
+    _history: int = 0
+
+    def begin(self, place: str) -> None:
+        """The next record."""
+        self.place, self._history = place, 0
+
+    def history(self, messages: int) -> None:
+        """A call of this record has a prompt of so many messages, which repeats those of others.
+
+        Raises:
+            BrokenRecord: they are too many in all for memory, of which a short log may ask for very much.
+        """
+        self._history += messages
+        if self._history > MAX_HISTORY:
+            raise BrokenRecord(
+                f"more than {MAX_HISTORY} messages in the prompts of one conversation, each counted anew"
+            )
 
     def broke(self, issue: Issue, number: int = 1) -> None:
         """A record that could not be read, or `number` that are read as one."""

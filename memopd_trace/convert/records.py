@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import codecs
 import glob
+import gzip
 import io
 import json
 import os
 import re
+import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,10 +24,12 @@ import orjson
 import pyarrow as pa
 
 from memopd_trace.convert.losses import Issue
+from memopd_trace.disk import is_node
 from memopd_trace.errors import InputError, first_line
 
 MAX_RECORD = 128 * 2**20  # bytes of JSON; as Python objects it takes some six times that
 CHUNK = 2**20
+UNPACKED = 2**16  # bytes unpacked at once: as much may be lost in front of a damaged place
 SUFFIXES = (".json", ".jsonl", ".ndjson")
 LINES = (".jsonl", ".ndjson")
 PACKED = {".gz": "gzip", ".zst": "zstd"}
@@ -34,6 +38,7 @@ BOMS = ((codecs.BOM_UTF32_LE, "utf-32"), (codecs.BOM_UTF32_BE, "utf-32"), (codec
         (codecs.BOM_UTF16_BE, "utf-16"))  # fmt: skip
 # strings, also one that the buffer cuts off, and the brackets outside of them
 MARKS = re.compile(rb'"(?:[^"\\]++|\\.)*+(?:"|\\?\Z)|[\[\]{}]', re.DOTALL)
+READ_FAULTS = (OSError, pa.ArrowException, EOFError, UnicodeError, zlib.error)  # what a file that is damaged raises
 HEX = rb"[0-9a-fA-F]{2}"
 ESCAPES = re.compile(
     rb"\\(?:u[dD][89abAB]" + HEX + rb"\\u[dD][c-fC-F]" + HEX + rb"|(?P<lone>u[dD][89a-fA-F]" + HEX + rb")|.)", re.DOTALL
@@ -42,21 +47,23 @@ ESCAPES = re.compile(
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """One object of a log and where it stands, or several that only make sense together: `size` of them."""
+    """One object of a log and where it stands, or several that only make sense together: `size` of them. `length` is
+    that of its JSON in bytes, where it was read from some."""
 
     place: str
     value: Any
     size: int = 1
+    length: int = 0
 
 
 def find_files(inputs: Sequence[str | os.PathLike[str]], suffixes: Sequence[str] = SUFFIXES) -> list[Path]:
-    """The files that the inputs name, each once: files as they are, of a folder all that end in one of `suffixes`
-    (compressed ones too), sorted; a name that is not there may be a glob.
+    """The files that the inputs name, each once by whatever names and links: files as they are, of a folder all that
+    end in one of `suffixes` (compressed ones too), sorted; a name that is not there may be a glob.
 
     Raises:
         InputError: `E-NO-INPUT`, an input names nothing.
     """
-    found: dict[Path, None] = {}
+    found: dict[str, Path] = {}
     for given in inputs:
         name = os.fspath(given)
         path = Path(name)
@@ -65,10 +72,18 @@ def find_files(inputs: Sequence[str | os.PathLike[str]], suffixes: Sequence[str]
         except ValueError:  # a zero byte in the name
             files = []
         if not files:
-            what = "no such file or folder" if not path.is_dir() else f"no file in it ends in {', '.join(suffixes)}"
-            raise InputError(f"{name}: {what}", code="E-NO-INPUT")
-        found |= dict.fromkeys(files)
-    return list(found)
+            raise InputError(f"{name}: {_why_none(path, suffixes)}", code="E-NO-INPUT")
+        for file in files:
+            found.setdefault(os.path.realpath(file), file)
+    return list(found.values())
+
+
+def _why_none(path: Path, suffixes: Sequence[str]) -> str:
+    if path.is_dir():
+        return f"no file in it ends in {', '.join(suffixes)}"
+    if is_node(path):
+        return "a pipe or a device; inputs are read twice, so write it to a file first"
+    return "no such file or folder"
 
 
 def _in_folder(folder: Path, suffixes: Sequence[str]) -> list[Path]:
@@ -90,7 +105,7 @@ def json_records(files: Iterable[Path], limit: int = MAX_RECORD) -> Iterator[Rec
         try:
             with open_text(file) as stream:
                 yield from _of_stream(stream, file, limit)
-        except (OSError, pa.ArrowException, EOFError, UnicodeError) as error:
+        except READ_FAULTS as error:
             yield Issue(str(file), f"cannot be read to its end: {first_line(error)}")
 
 
@@ -99,16 +114,29 @@ def json_files(files: Iterable[Path], limit: int = MAX_RECORD) -> Iterator[Recor
     What is broken in it is an issue, and the rest of the file goes on."""
     for file in files:
         found: list[Record] = []
-        if file.stat().st_size > limit:
-            yield Issue(str(file), _too_large("a file", limit))
-            continue
-        for record in json_records([file], limit):
-            if isinstance(record, Record):
+        length = size_of(file)
+        if length <= limit:
+            length = 0  # of what it unpacks to, perhaps a thousand times as much
+            for record in json_records([file], limit):
+                if not isinstance(record, Record):
+                    yield record
+                    continue
                 found.append(record)
-            else:
-                yield record
-        if found:
-            yield Record(str(file), found, len(found))
+                length += record.length
+                if length > limit:
+                    break
+        if length > limit:
+            yield Issue(str(file), _too_large("a file", limit))
+        elif found:
+            yield Record(str(file), found, len(found), length)
+
+
+def size_of(file: Path) -> int:
+    """Bytes of a file as it is packed; 0 for one that is gone, which is told where it is read."""
+    try:
+        return file.stat().st_size
+    except OSError:
+        return 0
 
 
 def open_text(file: Path) -> io.BufferedReader:
@@ -117,8 +145,12 @@ def open_text(file: Path) -> io.BufferedReader:
     head = source.read(4)
     source.seek(0)
     packing = next((name for magic, name in MAGIC.items() if head.startswith(magic)), None)
-    raw: Any = pa.CompressedInputStream(source, packing) if packing else source
-    stream = io.BufferedReader(raw, CHUNK)
+    raw: Any = source
+    if packing is not None:
+        raw = _Unpacked(
+            gzip.GzipFile(fileobj=source) if packing == "gzip" else pa.CompressedInputStream(source, packing)
+        )
+    stream = io.BufferedReader(raw, UNPACKED if packing else CHUNK)
     head = stream.peek(4)[:4]
     if head.startswith(codecs.BOM_UTF8):
         stream.read(len(codecs.BOM_UTF8))
@@ -132,6 +164,25 @@ def _unmarked(head: bytes) -> str | None:
     if len(head) >= 2 and (head[0] == 0) != (head[1] == 0):
         return "utf-16-be" if head[0] == 0 else "utf-16-le"
     return None
+
+
+class _Unpacked(io.RawIOBase):
+    """A packed stream that gives what it has, so that all in front of a damaged or missing end is read."""
+
+    def __init__(self, source: Any) -> None:
+        self._source = source
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        data = self._source.read1(len(buffer))
+        buffer[: len(data)] = data
+        return len(data)
+
+    def close(self) -> None:
+        self._source.close()
+        super().close()
 
 
 class _Recoded(io.RawIOBase):
@@ -299,12 +350,12 @@ class _Splitter:
 def parse(data: bytes, place: str) -> Record | Issue:
     """One JSON value. NaN, infinities and lone surrogates, which many programs write, are read (the last as U+FFFD)."""
     try:
-        return Record(place, orjson.loads(data))
+        return Record(place, orjson.loads(data), length=len(data))
     except orjson.JSONDecodeError as error:
         reason = str(error)
     try:
         mended = ESCAPES.sub(lambda m: b"\\ufffd" if m["lone"] else m[0], data)
-        return Record(place, json.loads(mended))
+        return Record(place, json.loads(mended), length=len(data))
     except (ValueError, RecursionError):
         return Issue(place, _reason(data, reason))
 

@@ -16,6 +16,7 @@ from memopd_trace.convert.losses import Losses
 from memopd_trace.invocation import Sampling
 
 KEPT_BY_SERVER = ("previous_response_id", "conversation")
+COMPACTED = "response.compaction"  # an answer that is a shorter history, of which most is encrypted
 CALLS = ("function_call", "custom_tool_call")
 TOOL_OUTPUTS = ("function_call_output", "custom_tool_call_output")
 
@@ -62,6 +63,10 @@ def to_tools(tools: Iterable[Any]) -> list[dict[str, Any]]:
 def calls(request: Fields | None, response: Fields, losses: Losses) -> list[Call]:
     """The call of a request and its answer; none, counted, where a server made several to answer once."""
     items = response.items("output") or []
+    if response.peek("object") == COMPACTED:
+        losses.lose("a compaction, whose result the server encrypted")
+        losses.gap("opaque_content", "a compaction is encrypted")
+        return []
     made = [i for i in items if isinstance(i, dict) and made_by_model(i)]
     runs = sum(i in made and (n == 0 or items[n - 1] not in made) for n, i in enumerate(items))
     if runs > 1:
@@ -76,7 +81,7 @@ def calls(request: Fields | None, response: Fields, losses: Losses) -> list[Call
         place=losses.place,
         key=response.name("id"),
         model=response.text("model"),
-        prompt=None if request is None else _prompt(request, losses),
+        prompt=None if request is None else _prompt(request, items, losses),
         answer=to_messages(told)[0] if told else None,
         sampling=None if request is None else _sampling(request),
         reasoned=any(i.get("type") == "reasoning" for i in made),
@@ -89,11 +94,18 @@ def calls(request: Fields | None, response: Fields, losses: Losses) -> list[Call
     return [call]
 
 
-def _prompt(request: Fields, losses: Losses) -> Chat | None:
+def _prompt(request: Fields, output: list[Any], losses: Losses) -> Chat | None:
+    """The prompt; none where the log does not hold all of it."""
     kept = [name for name in KEPT_BY_SERVER if request.any(name) is not None]
     if kept:
         losses.gap("server_state", f"'{kept[0]}' stands for a part of the prompt")
         return None
+    if any(isinstance(i, dict) and i.get("type") == "compaction" for i in output):
+        losses.gap("server_state", "the server compacted the prompt before it answered")
+        return None
+    opaque = [i for i in of_input(request.peek("input")) if isinstance(i, dict) and i.get("encrypted_content")]
+    if any(not _thoughts(i) for i in opaque):
+        losses.gap("opaque_content", "a part of the prompt is encrypted")
     instructions, tools = request.text("instructions"), request.items("tools")
     messages = [{"role": "system", "content": instructions}] if instructions else []
     messages += to_messages(of_input(request.any("input")))

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
+import fcntl
+import glob
 import os
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
-from dataclasses import dataclass
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import orjson
-import pyarrow as pa
-
-from memopd_trace.convert.assemble import Assembler, Row
+from memopd_trace.convert.assemble import Assembler
 from memopd_trace.convert.chat import Renderer
 from memopd_trace.convert.draft import MAX_DEPTH, Draft, is_too_deep
 from memopd_trace.convert.format import Format
@@ -22,10 +21,9 @@ from memopd_trace.convert.formats import find
 from memopd_trace.convert.known import Known, metadata_of, profile_of
 from memopd_trace.convert.losses import BrokenRecord, Issue, Losses, NotACall
 from memopd_trace.convert.records import Record, find_files
-from memopd_trace.convert.spool import Spool
+from memopd_trace.convert.spool import RowSpool, SideFile, Spool
 from memopd_trace.disk import sync_folder
 from memopd_trace.errors import CheckFailed, UsageError, first_line, printable
-from memopd_trace.metadata import TraceMetadata
 from memopd_trace.parts import SUFFIXES
 from memopd_trace.report import Report
 from memopd_trace.schema import LOGPROB_KINDS
@@ -130,32 +128,42 @@ def convert(
     assembler = Assembler(losses, renderer, readable, model_id, logprob_kind)
     target.parent.mkdir(parents=True, exist_ok=True)
     with ExitStack() as stack:
-        pieces_of, rows = (stack.enter_context(Spool(target.parent)) for _ in range(2))
-        known = Known()
+        folder = stack.enter_context(_workplace(target))
+        pieces_of, rows = stack.enter_context(Spool(folder)), stack.enter_context(RowSpool(folder / "rows"))
+        aside = stack.enter_context(SideFile(folder / "aside"))
+        known, again = Known(), dict[str, int]()
 
         def finish(draft: Draft) -> None:
-            for row in assembler.rows(draft):
-                rows.add(row.invocation.episode_id, row)
+            for row in assembler.rows(_renamed(draft, known, losses, again)):
+                rows.add(row.invocation)
                 known.learn(row.invocation)
+                if row.aside:
+                    aside.add(row.invocation, row.aside)
 
         for draft in _drafts(chosen, files, losses, strict):
             if draft.whole:
-                finish(_renamed(draft, rows, losses))
+                finish(draft)
             else:
                 pieces_of.add(draft.episode_id, draft)
             if on_record is not None:
                 on_record(losses.records)
         for pieces in pieces_of:
-            finish(_renamed(_joined(pieces, losses), rows, losses))
+            finish(_joined(pieces, losses))
         if not losses.rows:
             return Conversion(chosen.name, losses, None, None, None)
         known.to_gaps(losses, chosen, renderer)
-        metadata = metadata_of(chosen, files, losses, known, renderer)
-        return _write(chosen, target, metadata, rows, losses)
+        made = folder / target.name
+        with TraceWriter(made, metadata_of(chosen, files, losses, known, renderer)) as writer:
+            for batch in rows:
+                writer.write_batch(batch)
+        report = validate(made, profile_of(losses), max_findings=10)
+        return _put_in_place(made, aside, target, Conversion(chosen.name, losses, None, None, report))
 
 
 def _target(out: PathLike) -> Path:
     target = Path(out)
+    if target.name in ("", ".."):
+        raise UsageError(f"{target}: is a folder", hint="give the name of the trace to write")
     for path in (target, _named(target, ".invalid"), _named(target, ".aside.jsonl.zst")):
         if path.exists() or path.is_symlink():
             raise UsageError(f"{path}: exists already", hint="remove it or write elsewhere")
@@ -173,7 +181,7 @@ def _named(target: Path, suffix: str) -> Path:
 
 def _drafts(chosen: Format, files: Sequence[Path], losses: Losses, strict: bool) -> Iterator[Draft]:
     for record in chosen.records(files):
-        losses.place = record.place
+        losses.begin(record.place)
         if isinstance(record, Record):
             yield from _read(chosen, record, losses)
         else:
@@ -210,12 +218,13 @@ def _read(chosen: Format, record: Record, losses: Losses) -> list[Draft]:
     return []
 
 
-def _renamed(draft: Draft, rows: Spool, losses: Losses) -> Draft:
-    """The episode under a name that no earlier one has."""
-    if draft.episode_id in rows:
-        number = 2
-        while f"{draft.episode_id}~{number}" in rows:
+def _renamed(draft: Draft, known: Known, losses: Losses, again: dict[str, int]) -> Draft:
+    """The episode under a name that no earlier one has. `again` keeps the last number that each name was given."""
+    if draft.episode_id in known.outcome:
+        number = again.get(draft.episode_id, 1) + 1
+        while f"{draft.episode_id}~{number}" in known.outcome:
             number += 1
+        again[draft.episode_id] = number
         losses.degrade("an episode's id occurs again", f"'{draft.episode_id}' became '…~{number}'")
         draft.episode_id = f"{draft.episode_id}~{number}"
     return draft
@@ -229,46 +238,50 @@ def _joined(pieces: list[Draft], losses: Losses) -> Draft:
     return first
 
 
-def _write(chosen: Format, target: Path, metadata: TraceMetadata, rows: Spool, losses: Losses) -> Conversion:
-    """The trace in a folder of its own, judged there, and then put in place, as `.invalid` where it breaks a rule."""
-    folder = Path(tempfile.mkdtemp(dir=target.parent, prefix=f".{target.name}."))
+def _put_in_place(made: Path, aside: SideFile, target: Path, done: Conversion) -> Conversion:
+    """Give the trace its name, `.invalid` where it breaks a rule, and put the side file beside it."""
+    trace, beside = target if done.valid else _named(target, ".invalid"), None
+    _target(target)  # another conversion may have written there meanwhile
+    if aside.finish():
+        beside = _named(target, ".aside.jsonl.zst")
+        aside.path.rename(beside)
+    made.rename(trace)
+    sync_folder(target.parent)
+    return replace(done, trace=trace, aside=beside)
+
+
+@contextmanager
+def _workplace(target: Path) -> Iterator[Path]:
+    """A folder beside the target for what is not finished; it goes when the conversion ends."""
+    _remove_leftovers(target)
+    folder = Path(tempfile.mkdtemp(dir=target.parent, prefix=f".{target.name[:200]}.", suffix=".tmp"))
+    held = _hold(folder)
     try:
-        made, beside = folder / target.name, folder / "aside"
-        _write_rows(made, beside, metadata, rows)
-        report = validate(made, profile_of(losses), max_findings=10)
-        trace, aside = target if not report.errors else _named(target, ".invalid"), None
-        if beside.exists():
-            aside = _named(target, ".aside.jsonl.zst")
-            beside.replace(aside)
-        made.rename(trace)
-        sync_folder(target.parent)
+        yield folder
     finally:
-        shutil.rmtree(folder)
-    return Conversion(chosen.name, losses, trace, aside, report)
+        shutil.rmtree(folder, ignore_errors=True)
+        os.close(held)
 
 
-def _write_rows(path: Path, aside: Path, metadata: TraceMetadata, rows: Spool) -> None:
-    """The trace, and in another file, if there is any, what was too large for its row."""
-    with ExitStack() as stack:
-        writer = stack.enter_context(TraceWriter(path, metadata))
-        side: pa.NativeFile | None = None
-        for episode in rows:
-            for row in episode:
-                writer.write(row.invocation)
-                if row.aside:
-                    if side is None:
-                        sink = stack.enter_context(pa.OSFile(os.fsencode(aside), "wb"))
-                        side = stack.enter_context(pa.CompressedOutputStream(sink, "zstd"))
-                    side.write(_line(row))
-    if aside.exists():
-        sync_folder(aside)  # of a file it syncs the content
+def _remove_leftovers(target: Path) -> None:
+    """Remove the folders of conversions into this name that were killed; one that is under way holds its own."""
+    for folder in target.parent.glob(f".{glob.escape(target.name[:200])}.????????.tmp"):
+        with suppress(OSError):
+            held = _hold(folder)
+            shutil.rmtree(folder, ignore_errors=True)
+            os.close(held)
 
 
-def _line(row: Row) -> bytes:
-    value = {
-        "episode_id": row.invocation.episode_id,
-        "invocation_index": row.invocation.invocation_index,
-        "extra": row.aside,
-    }
-    options = orjson.OPT_APPEND_NEWLINE | orjson.OPT_NON_STR_KEYS | orjson.OPT_SERIALIZE_NUMPY
-    return orjson.dumps(value, default=repr, option=options)
+def _hold(folder: Path) -> int:
+    """Hold a folder until its descriptor is closed or the process ends.
+
+    Raises:
+        OSError: another process holds it.
+    """
+    handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(handle)
+        raise
+    return handle

@@ -53,7 +53,7 @@ def pair(record: Fields) -> tuple[Fields | None, Fields]:
     Raises:
         BrokenRecord: there is no answer in it.
     """
-    if isinstance(record.peek("choices"), list) or record.peek("object") == "response":
+    if isinstance(record.peek("choices"), list) or record.peek("object") in ("response", responses.COMPACTED):
         return part(record, "request") or (record if "messages" in record else None), record
     response = part(record, "response")
     if response is None:

@@ -74,6 +74,7 @@ def answers(
     for message in messages:
         said = chat_message(message)
         if said["role"] == "assistant" and made(message):
+            losses.history(len(before))
             calls.append(
                 Call(
                     place=f"{losses.place} {message.path}",
@@ -122,22 +123,22 @@ def gathered(
     files that follow one another: its value is the list of its records."""
     group: Path | None = None
     parts: list[Record] = []
-    size = 0
+    length = 0  # bytes of all parts, unpacked; those of a group that is too large are read and not kept
     for file in files:
         if parts and group_of(file) != group:
             yield Record(str(group), parts, len(parts))
-            parts, size = [], 0
-        group = group_of(file)
+        if group_of(file) != group:
+            group, parts, length = group_of(file), [], 0
         for record in json_records([file]):
             if not isinstance(record, Record) or not is_part(record.value):
                 yield record
             elif is_too_deep(Draft(episode_id="", extra={"record": record.value})):
                 yield Issue(record.place, f"is nested in more than {MAX_DEPTH} levels")
-            else:
+            elif length <= MAX_RECORD:
                 parts.append(record)
-        size += file.stat().st_size
-        if size > MAX_RECORD and parts:
-            yield Issue(str(file), f"a conversation of more than {MAX_RECORD} bytes, the limit for one record")
-            parts, size = [], 0
+                length += record.length
+                if length > MAX_RECORD:
+                    yield Issue(str(file), f"a conversation of more than {MAX_RECORD} bytes, the limit for one record")
+                    parts = []
     if parts:
         yield Record(str(group), parts, len(parts))

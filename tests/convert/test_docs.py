@@ -14,6 +14,7 @@ from memopd_trace.convert import run as run_module
 from memopd_trace.convert.formats import FORMATS, find
 from memopd_trace.convert.formats.__main__ import rendered
 from memopd_trace.convert.gaps import GAPS
+from memopd_trace.convert.known import KEEPS_FROM
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "converters.md").read_text(encoding="utf-8")
@@ -27,6 +28,23 @@ def test_the_registry_lists_the_gap_codes() -> None:
     registry = (ROOT / "spec" / "registry.md").read_text(encoding="utf-8")
     table = registry.split("## Gap codes")[1]
     assert dict(re.findall(r"^\| `(\w+)` \| (.*) \|$", table, re.MULTILINE)) == GAPS
+
+
+def test_the_page_explains_every_gap_and_what_it_keeps_from() -> None:
+    table = PAGE.split("## Gaps")[1].split("## Formats")[0]
+    rows = [line.split("|") for line in table.splitlines() if line.startswith("| `")]
+    told = {code: row[3].strip("` ") for row in rows for code in re.findall(r"\w+", row[1])}
+    kept_from = {code: profile for profile, codes in KEEPS_FROM.items() for code in codes}
+    assert told == {code: kept_from.get(code, "") for code in GAPS}
+
+
+def test_the_commands_of_the_page_are_taken_by_the_command_line(tmp_path: Path, capsys: Any) -> None:
+    commands = re.findall(r"^memopd-trace (convert .*?)(?:  +#.*)?$", PAGE, re.MULTILINE)
+    assert len(commands) > 8
+    for command in commands:  # an input that is not there is the first thing that each of them minds
+        words = [str(tmp_path / "none") if word == "trace.parquet" else word for word in command.split()]
+        assert run(words) == 3, command
+        assert "E-NO-INPUT" in capsys.readouterr().err
 
 
 def test_the_converter_of_the_page_works(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -37,6 +37,28 @@ def test_reasoning_that_a_template_takes_out_is_an_inferred_rewrite(tmp_path: Pa
     )  # fmt: skip
 
 
+def test_a_trial_that_harbor_exported_a_call_at_a_time_is_one_episode_and_no_call_is_counted_twice(
+    tmp_path: Path, tokenizer: Path
+) -> None:
+    def said(role: str, text: str) -> dict[str, str]:
+        return {"role": role, "content": text}
+
+    first = [said("user", "make a file"), said("assistant", "ls")]
+    second = [*first, said("user", "it is empty"), said("assistant", "touch a")]
+    after = [said("user", "make a file; so far you have listed the folder"), said("assistant", "touch b")]
+    log = [
+        {"conversations": messages, "trial_name": "t", "episode": f"episode-{i}", "task": "files", "agent": i}
+        for i, messages in enumerate((first, second, after))
+    ]
+    result, rows = converted(tmp_path, "messages", log, tokenizer=tokenizer)
+    assert [(r.episode_id, r.task_id, r.relation) for r in rows] == [
+        ("t", "files", "root"), ("t", "files", "extend"), ("t", "files", "rewrite"),
+    ]  # fmt: skip
+    assert result.losses.dropped_calls["told again"].number == 1 == result.losses.dropped_calls.total
+    assert "lost_calls" not in result.losses.gaps  # a call that is told again is not lost
+    assert rows[0].extra == {f"episode-{i}": f'{{"agent":{i}}}' for i in range(3)}
+
+
 def test_calls_of_functions_in_sharegpt_are_calls_of_tools(tmp_path: Path, tokenizer: Path) -> None:
     turns = [("human", "1 + 2?"), ("function_call", '{"name": "add", "arguments": {"a": 1}}'), ("observation", "3"),
              ("gpt", "3")]  # fmt: skip

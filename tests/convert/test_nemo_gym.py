@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import random
+import re
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -76,6 +79,13 @@ def test_with_a_tokenizer_the_text_is_rendered_and_says_so(tmp_path: Path, token
     assert report.errors == 0, report.to_text()
 
 
+def test_another_models_tokenizer_is_found_out(tmp_path: Path, tokenizer: Path) -> None:
+    result = convert("nemo-gym", TWO_CALLS, tmp_path / "t.parquet", tokenizer=tokenizer)
+    assert result.exit_code() == 1 and result.trace == tmp_path / "t.parquet.invalid"
+    (found,) = [c.example for reason, c in result.losses.degraded.items() if reason.endswith("is it this model's?")]
+    assert re.fullmatch(r"toy: id \d{4}, and the tokenizer has \d{2,3}", found)
+
+
 def test_token_entries_of_interleaved_rollouts_are_put_together(tmp_path: Path) -> None:
     def entry(rollout: str, number: int, prompt: list[int]) -> dict[str, object]:
         return {"schema_version": 1, "rollout_id": rollout, "model_call_id": f"{rollout}{number}", "model": "m",
@@ -102,15 +112,54 @@ def test_a_record_of_something_else_is_reported_with_its_line(tmp_path: Path) ->
     assert [i.place.rsplit(":")[-1] for i in result.losses.issues] == ["2"]
 
 
+def _as_long_as_the_real_one() -> dict[str, Any]:
+    """The two calls of the fixture with as many ids as a real server gave: 3088 + 495 and 3637. Of the first output
+    the second prompt keeps its first id and the last 75; the 418 ids of reasoning, and a line break, are gone."""
+    rng = random.Random(9)
+    record: dict[str, Any] = json.loads(TWO_CALLS.read_text())
+    first, second = (item for item in record["input"]["output"] if "prompt_token_ids" in item)
+    think, two_breaks = second["prompt_token_ids"][len(first["prompt_token_ids"]) :][:2]
+    words = [rng.randrange(1000, 100_000) for _ in range(3088 + 418 + 75 + 472 + 207)]
+    prompt, reasoning, kept, result, answer = np.split(np.array(words), np.cumsum([3088, 418, 75, 472]))
+    output = [think, 198, *reasoning, *kept]
+    first |= {"prompt_token_ids": prompt.tolist(), "generation_token_ids": [int(i) for i in output]}
+    second |= {"prompt_token_ids": [int(i) for i in (*prompt, think, two_breaks, *kept, *result)],
+               "generation_token_ids": answer.tolist()}  # fmt: skip
+    for item in (first, second):
+        ids = item["generation_token_ids"]
+        item["generation_log_probs"] = [0.0 if i % 7 == 1 else -rng.expovariate(2) for i, _ in enumerate(ids)]
+    return record
+
+
+def _holds_two_calls_that_agree_on_3089_ids(source: Path, trace: Path) -> None:
+    """What must come of two calls between which the template dropped the reasoning, whoever wrote the log."""
+    result = convert("nemo-gym", source, trace)
+    first, second = read(trace).iter_invocations()
+    logged = json.loads(source.read_text())["input"]["output"]
+    items = [item for item in logged if item.get("prompt_token_ids")]
+    for row, item in zip((first, second), items, strict=True):
+        assert row.prompt_ids.tolist() == item["prompt_token_ids"]
+        assert row.output_ids.tolist() == item["generation_token_ids"]
+        np.testing.assert_array_equal(row.output_logprobs, np.float32(item["generation_log_probs"]))
+        assert row.token_source == "engine"
+    assert [len(first.prompt_ids), len(first.output_ids), len(second.prompt_ids)] == [3088, 495, 3637]
+    assert (first.relation, second.relation, second.parent_index) == ("root", "rewrite", 0)
+    assert (second.rewrite_kind, second.rewrite_evidence) == ("strip_thinking", "inferred")
+    assert common_prefix(first.sequence_ids, second.prompt_ids) == inherited(first, second) == 3089
+    assert first.sequence_ids[3089] != second.prompt_ids[3089]
+    assert validate(trace, "lineage").clean and result.exit_code() == 0
+
+
+def test_two_calls_of_the_real_size_agree_on_3089_ids(tmp_path: Path) -> None:
+    source = tmp_path / "rollout.json"
+    source.write_text(json.dumps(_as_long_as_the_real_one()))
+    _holds_two_calls_that_agree_on_3089_ids(source, tmp_path / "t.parquet")
+
+
 SAMPLES = os.environ.get("MEMOPD_TRACE_SAMPLES")
 
 
 @pytest.mark.skipif(SAMPLES is None, reason="MEMOPD_TRACE_SAMPLES names no folder of sample logs")
 def test_the_real_file_of_two_calls(tmp_path: Path) -> None:
     source = Path(SAMPLES or "") / "nemo_gym" / "vllm_two_call_token_ids_real.json"
-    result = convert("nemo-gym", source, tmp_path / "t.parquet")
-    first, second = read(tmp_path / "t.parquet").iter_invocations()
-    assert [len(first.prompt_ids), len(first.output_ids), len(second.prompt_ids)] == [3088, 495, 3637]
-    assert (second.relation, second.rewrite_kind, second.rewrite_evidence) == ("rewrite", "strip_thinking", "inferred")
-    assert common_prefix(first.sequence_ids, second.prompt_ids) == 3089
-    assert validate(tmp_path / "t.parquet", "lineage").clean and result.exit_code() == 0
+    _holds_two_calls_that_agree_on_3089_ids(source, tmp_path / "t.parquet")

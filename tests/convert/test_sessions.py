@@ -182,6 +182,10 @@ def test_a_template_that_leaves_tool_calls_out_is_reported(tmp_path: Path, token
     assert "the chat template leaves tool calls out" in result.losses.degraded
     result, (row,) = converted(tmp_path, "openai", [record], tokenizer=tokenizer)
     assert not result.losses.degraded and row.token_source == "retokenized"
+    asked = {"request": ASK, "response": {"choices": [{"message": made, "finish_reason": "tool_calls"}]}}
+    result, rows = converted(tmp_path, "openai", [asked, record], tokenizer=plain)
+    ((reason, _),) = result.losses.dropped_calls.items()
+    assert len(rows) == 1 and reason.endswith("leaves tool calls out, and the answer is nothing else")
 
 
 def test_recorded_ids_hold_over_a_rendering_that_differs(tmp_path: Path, tokenizer: Path) -> None:
@@ -268,6 +272,74 @@ def test_what_a_server_keeps_to_itself_is_said(
 ) -> None:
     result, rows = converted(tmp_path, "openai", [{"request": request_of, "response": answer}], tokenizer=tokenizer)
     assert rows == [] and reason in next(iter(result.losses.dropped_calls))
+
+
+def asked(text: str, name: str, before: str | None = None, *output: dict[str, Any], **more: Any) -> dict[str, Any]:
+    """A call of the Responses form that goes on from another."""
+    request = {"input": text, **({"previous_response_id": before} if before else {}), **more}
+    return {"request": request, "response": answered(*(output or (SAID,)), id=name)}
+
+
+def test_calls_that_go_on_from_a_response_of_the_log_have_its_whole_history(tmp_path: Path, tokenizer: Path) -> None:
+    records = [
+        asked("1 + 2?", "a", None, CALLED, instructions="be brief"),
+        asked("hi", "z"),  # no chain
+        {**asked("", "b", "a"), "request": json.dumps({"input": [{"type": "function_call_output", "call_id": "c",
+                                                                  "output": "3"}], "previous_response_id": "a"})},
+        asked("sure?", "c", "b", instructions="be long"),
+        asked("really?", "d", "b"),
+    ]  # fmt: skip
+    result, rows = converted(tmp_path, "openai", records, tokenizer=tokenizer)
+    chain = [[m["role"] for m in json.loads(r.messages or "")] for r in rows if r.episode_id == "a"]
+    begin = ["user", "assistant", "tool", "assistant"]
+    assert chain == [
+        ["system", "user", "assistant"], begin, ["system", *begin, "user", "assistant"], [*begin, "user", "assistant"],
+    ]  # fmt: skip
+    assert len(rows) == 5
+    parents = [r.parent_index for r in rows if r.episode_id == "a"]
+    assert parents == [None, 0, 1, 1] and "server_state" not in result.losses.gaps
+    assert result.losses.gaps["no_episode"].number == 1  # of the call that is no part of a chain
+
+
+def test_a_session_that_is_told_holds_its_chains(tmp_path: Path, tokenizer: Path) -> None:
+    records = [{**asked("x", name, before), "session_id": "s"} for name, before in (("a", None), ("b", "a"))]
+    _, rows = converted(tmp_path, "openai", records, tokenizer=tokenizer)
+    assert [(r.episode_id, r.parent_index) for r in rows] == [("s", None), ("s", 0)]
+
+
+def test_what_is_missing_in_a_chain_is_a_gap_for_all_behind_it(tmp_path: Path, tokenizer: Path) -> None:
+    result, rows = converted(
+        tmp_path, "openai", [asked("x", "b", "a"), asked("y", "c", "b"), asked("z", "d")], tokenizer=tokenizer
+    )
+    assert len(rows) == 1 and result.losses.gaps["server_state"].number == 2
+    conversation = {"request": {"input": "x", "conversation": {"id": "v"}}, "response": answered(SAID)}
+    result, rows = converted(tmp_path, "openai", [conversation], tokenizer=tokenizer)
+    assert rows == [] and "server_state" in result.losses.gaps
+
+
+def test_a_chain_that_goes_round_is_cut(tmp_path: Path, tokenizer: Path) -> None:
+    records = [asked("x", "a"), asked("y", "b", "a"), asked("z", "a", "b"), asked("w", "c", "a")]
+    result, rows = converted(tmp_path, "openai", records, tokenizer=tokenizer)
+    assert len(rows) == 3 and result.losses.dropped_calls.total == 1  # the id that occurs twice
+
+
+def test_behind_a_compaction_nothing_is_made_up(tmp_path: Path, tokenizer: Path) -> None:
+    compaction = {"type": "compaction", "id": "x", "encrypted_content": "e"}
+    kept = {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "old"}]}
+    records = [
+        asked("x", "a"),
+        asked("y", "b", "a", compaction, SAID),  # the server compacted what it then answered to
+        asked("z", "c", "b"),
+        {"request": {"input": "x"}, "response": answered(kept, compaction, id="k", object="response.compaction")},
+        {"request": {"input": [kept, compaction, {"role": "user", "content": "and?"}]},
+         "response": answered(SAID, id="l")},
+        answered(kept, compaction, id="m", object="response.compaction"),
+    ]  # fmt: skip
+    result, rows = converted(tmp_path, "openai", records, tokenizer=tokenizer)
+    assert [json.loads(r.messages or "")[0]["content"] for r in rows] == ["x"]
+    assert result.losses.calls == 6 and result.losses.dropped_calls.total == 5
+    assert result.losses.dropped_calls["a compaction, whose result the server encrypted"].number == 2
+    assert {"server_state", "opaque_content", "lost_calls"} <= result.losses.gaps.keys()
 
 
 def test_an_output_that_lacks_its_encrypted_reasoning_says_so(tmp_path: Path, tokenizer: Path) -> None:

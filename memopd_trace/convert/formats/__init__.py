@@ -8,13 +8,17 @@ from memopd_trace.convert.format import Format
 from memopd_trace.convert.formats import (
     agent_lightning,
     anthropic,
+    areal,
+    art,
     atif,
     claude_code,
     codex,
     gemini_cli,
     inspect_ai,
     langfuse,
+    langsmith,
     mem1,
+    memagent,
     messages,
     mini_swe_agent,
     nemo_gym,
@@ -47,6 +51,8 @@ FORMATS: tuple[Format, ...] = (
     skyrl.FORMAT,
     slime.FORMAT,
     tinker.FORMAT,
+    areal.FORMAT,
+    art.FORMAT,
     openai_api.FORMAT,
     anthropic.FORMAT,
     claude_code.FORMAT,
@@ -60,8 +66,10 @@ FORMATS: tuple[Format, ...] = (
     openinference.FORMAT,
     otel.FORMAT,
     langfuse.FORMAT,
+    langsmith.FORMAT,
     tau.FORMAT,
     mem1.FORMAT,
+    memagent.FORMAT,
 )
 
 

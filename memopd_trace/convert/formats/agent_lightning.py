@@ -6,6 +6,7 @@ text. The last reward of an attempt is its own.
 
 from __future__ import annotations
 
+import ast
 import re
 from collections.abc import Iterator
 from typing import Any
@@ -19,10 +20,12 @@ from memopd_trace.convert.records import Record, parse
 from memopd_trace.invocation import IDS, MaskedFloats
 
 PROMPT = re.compile(r"(^|\.)prompt_token_ids$")
-OUTPUT = re.compile(r"(^|\.)(response_token_ids|token_ids)$")
+OUTPUT = re.compile(r"(^|\.)(response_token_ids(\.0)?|token_ids)$")
+CHOICES = "llm.hosted_vllm.choices"
 LOGPROBS = re.compile(r"(^|\.)logprobs(\.content)?$")
 REWARD = re.compile(r"^agentlightning\.reward\.(\d{1,4})\.(name|value)$")
-MODEL = ("gen_ai.response.model", "gen_ai.request.model", "llm.model_name")
+MODEL = ("gen_ai.response.model", "gen_ai.request.model", "llm.model_name", "llm.hosted_vllm.model")
+MAX_TEXT = 2**24  # characters of an attribute that Python wrote
 
 
 def read(value: Any, losses: Losses) -> Iterator[Draft]:
@@ -78,6 +81,9 @@ def _span(record: Fields, draft: Draft) -> None:
     attributes = record.fields("attributes")
     assert attributes is not None
     prompt, output = _ids(attributes, PROMPT), _ids(attributes, OUTPUT)
+    choice = _choice(attributes) if output is None else None
+    if choice is not None:
+        output = choice.ids("token_ids")
     _rewards(attributes, draft)
     if prompt is None and output is None:
         if draft.reward is None:
@@ -90,7 +96,8 @@ def _span(record: Fields, draft: Draft) -> None:
         model=next((m for m in (attributes.text(n) for n in MODEL if n in attributes) if m), None),
         prompt_ids=prompt,
         output_ids=output,
-        logprobs=_logprobs(attributes),
+        logprobs=_logprobs(attributes) if choice is None else _logprobs_of(choice),
+        finish_reason=finish_reason(choice.name("finish_reason")) if choice is not None else None,
         started_at=record.time("start_time"),
         ended_at=record.time("end_time"),
     )
@@ -99,11 +106,37 @@ def _span(record: Fields, draft: Draft) -> None:
 
 
 def _decoded(value: Any) -> Any:
-    """What a text holds: lists of numbers are written alike by Python and as JSON."""
-    if isinstance(value, str):
-        found = parse(value.encode("utf-8", "replace"), "")
-        return found.value if isinstance(found, Record) else value
-    return value
+    """What a text holds, as JSON or as Python writes it."""
+    if not isinstance(value, str):
+        return value
+    found = parse(value.encode("utf-8", "replace"), "")
+    if isinstance(found, Record):
+        return found.value
+    try:
+        return ast.literal_eval(value) if len(value) <= MAX_TEXT else value
+    except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
+        return value
+
+
+def _choice(attributes: Fields) -> Fields | None:
+    """The first choice of an answer whose choices are one text."""
+    choices = _decoded(attributes.peek(CHOICES))
+    if not isinstance(choices, list) or not choices or not isinstance(choices[0], dict):
+        return None
+    if len(choices) > 1:
+        attributes.losses.degrade("choices behind the first one are kept as extra", f"{len(choices)}")
+    else:
+        attributes.any(CHOICES)
+    return Fields(choices[0], attributes.losses, f"{attributes.path}.{CHOICES}[0]")
+
+
+def _logprobs_of(choice: Fields) -> MaskedFloats | None:
+    told = choice.fields("logprobs")
+    content = told.items("content") if told else None
+    if not content:
+        return None
+    numbers = [entry.get("logprob") if isinstance(entry, dict) else None for entry in content]
+    return as_logprobs(numbers, choice.losses, f"{choice.path}.logprobs")
 
 
 def _ids(attributes: Fields, name: re.Pattern[str]) -> IDS | None:

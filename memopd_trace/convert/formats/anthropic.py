@@ -11,13 +11,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from memopd_trace.convert import blocks
+from memopd_trace.convert import blocks, cassettes
 from memopd_trace.convert.draft import Call, Chat, Draft, finish_reason
-from memopd_trace.convert.exchange import part, sampling
+from memopd_trace.convert.exchange import events, part, sampling
 from memopd_trace.convert.fields import Fields
 from memopd_trace.convert.format import Format
 from memopd_trace.convert.losses import BrokenRecord, Losses, NotACall
-from memopd_trace.convert.records import Record, parse
+from memopd_trace.convert.records import SUFFIXES, Record, parse
 from memopd_trace.convert.sessions import describe, draft_of
 
 INSIDE = {"content_block_start": "content_block", "message_start": "message"}  # what an event holds, if not a delta
@@ -51,9 +51,10 @@ def _pair(record: Fields) -> tuple[Fields | None, Fields]:
     holder, name = record.value, "response"
     while isinstance(holder.get(name), dict):
         holder, name = holder[name], "body"
-    events = _events(holder.get(name))
-    if events:
-        holder[name] = _joined(events, record.losses, name)
+    told = holder.get(name)
+    streamed = told if isinstance(told, list) else events(told) if isinstance(told, str) else None
+    if streamed:
+        holder[name] = _joined(streamed, record.losses, name)
     response = part(record, "response")
     if response is None:
         raise BrokenRecord("no answer: no 'response', and no message itself")
@@ -103,17 +104,6 @@ def _prompt(request: Fields, response: Fields, losses: Losses) -> Chat | None:
     return Chat(messages=messages, tools=blocks.to_tools(request.items("tools")))
 
 
-def _events(value: Any) -> list[Any] | None:
-    """The events of a streamed answer: a list of them, or lines of text that begin with `data:`."""
-    if isinstance(value, list):
-        return value
-    if not isinstance(value, str) or not value.lstrip().startswith(("event:", "data:")):
-        return None
-    lines = [line.removeprefix("data:").strip() for line in value.splitlines() if line.startswith("data:")]
-    found = [parse(line.encode("utf-8", "replace"), "") for line in lines if line != "[DONE]"]
-    return [event.value for event in found if isinstance(event, Record)]
-
-
 def _joined(events: list[Any], losses: Losses, name: str) -> dict[str, Any]:
     """The message that the events of a stream add up to; an error where it ended in one."""
     whole: dict[str, Any] = {}
@@ -158,9 +148,11 @@ def _finished(block: dict[str, Any]) -> dict[str, Any]:
 
 FORMAT = Format(
     name="anthropic",
-    title="Anthropic's messages API: requests and answers, streamed ones too",
+    title="Anthropic's messages API: requests and answers, streamed ones too; VCR's cassettes",
     exactness="text",
     read=read,
+    records=cassettes.records,
+    suffixes=(*SUFFIXES, *cassettes.SUFFIXES),
     unsaid=(
         "no_token_ids", "no_logprobs", "no_policy_version", "no_reward", "no_end", "no_parent", "no_rewrite_kind",
         "lossy_text",

@@ -3,6 +3,8 @@
 A trajectory is read with the files that it names, as far as they are among the inputs: continuations (their copied
 steps are context, no calls) and sub-agents' (called from the step that names them). A step of an agent is one call, and
 follows the one before. Where the log says that the context was summarised, the next call is an explicit rewrite.
+A trial's result beside its agent's trajectory tells the same calls: the trajectory knows how they hang together, the
+result what they were worth.
 """
 
 from __future__ import annotations
@@ -18,11 +20,13 @@ from memopd_trace.convert.fields import Fields
 from memopd_trace.convert.format import Format
 from memopd_trace.convert.losses import BrokenRecord, Issue, Losses, NotACall
 from memopd_trace.convert.records import MAX_RECORD, Record, json_records, open_text
+from memopd_trace.invocation import IDS
 
 NAMES = re.compile(rb'"(?:trajectory_path|continued_trajectory_ref)"\s*:\s*"((?:[^"\\]|\\.)*+)"')
 VERSION = re.compile(r"ATIF-v1\.(\d{1,3})")
 NEWEST = 8
 MAX_DEPTH = 8  # sub-agents of sub-agents
+RESULT, TRAJECTORY = "result.json", "trajectory.json"
 
 
 def records(files: Iterable[Path]) -> Iterator[Record | Issue]:
@@ -32,14 +36,30 @@ def records(files: Iterable[Path]) -> Iterator[Record | Issue]:
     named = {file: _named_by(file, inputs) for file in files}
     inner = {inputs[path] for paths in named.values() for path in paths}
     roots = [file for file in files if file not in inner] or files
+    results = _results(roots)
     for file in roots:
+        if file in results.values():  # told with its agent's trajectory
+            continue
         family: dict[str, Any] = {}
         _gather(file, named, inputs, family, MAX_DEPTH)
+        beside = [results[file]] if file in results else []
+        trials = list(json_records(beside))
+        yield from (found for found in trials if isinstance(found, Issue))
+        trial = next((found.value for found in trials if isinstance(found, Record)), None)
         for found in json_records([file]):
             if isinstance(found, Record) and isinstance(found.value, dict):
-                yield Record(found.place, {"trajectory": found.value, "files": family}, 1 + len(family))
+                whole = {"trajectory": found.value, "files": family, "trial": trial}
+                yield Record(found.place, whole, 1 + len(family) + (trial is not None))
             else:
                 yield found
+
+
+def _results(files: list[Path]) -> dict[Path, Path]:
+    """The result of the trial that each agent's trajectory is of, where it is among the files."""
+    found = {file.parent.resolve(): file for file in files if file.name == RESULT}
+    mains = [file for file in files if file.name == TRAJECTORY and file.parent.name == "agent"]
+    folders = {file: file.parent.parent.resolve() for file in mains}
+    return {file: found[folder] for file, folder in folders.items() if folder in found}
 
 
 def _named_by(file: Path, inputs: dict[Path, Path]) -> list[Path]:
@@ -78,15 +98,18 @@ def read(value: Any, losses: Losses) -> Iterator[Draft]:
     losses.version(version)
     if int(version.rpartition(".")[2]) > NEWEST:
         losses.degrade("of a newer version than is known", version)
-    files = whole.fields("files")
+    files, trial = whole.fields("files"), whole.fields("trial")
     walk = _Walk(losses, files.value if files else {})
     own = record.name("session_id") or record.name("trajectory_id")
     draft = Draft(episode_id=own or losses.place)
     walk.trajectory(record, None, None, MAX_DEPTH)
     draft.calls = walk.calls
+    if trial is not None and not _told_by(draft, trial):
+        yield _trial(trial)
+        return
     if not draft.calls and not losses.dropped_calls:
         raise NotACall("a trajectory without a step of an agent")
-    draft.extra = record.rest()
+    draft.extra |= record.rest()
     yield draft
 
 
@@ -156,6 +179,7 @@ class _Walk:
 
     def _call(self, step: Fields, place: _Place, answer: dict[str, Any]) -> None:
         metrics = step.fields("metrics")
+        self.losses.history(len(place.messages))
         call = Call(
             place=f"{self.losses.place} {step.path}",
             key=f"{len(self.calls)}",
@@ -237,23 +261,53 @@ def _result(result: Fields) -> dict[str, Any]:
     return {"role": "tool", "tool_call_id": source, "content": content}
 
 
+def _told_by(draft: Draft, trial: Fields) -> bool:
+    """Give a trajectory what its trial's result says of it; false where the result alone has the ids."""
+    result = trial.fields("agent_result")
+    details = result.each("rollout_details") if result else []
+    calls = {(_listed(call.prompt_ids), _listed(call.output_ids)) for call in draft.calls}
+    if details and not any(output for _, output in calls):
+        return False
+    for detail in details:
+        names = "prompt_token_ids", "completion_token_ids"
+        lists = [detail.items(name) or [] for name in names]
+        turns = [
+            tuple(tuple(ids) if isinstance(ids, list) else () for ids in turn) for turn in zip(*lists, strict=False)
+        ]
+        if calls.issuperset(turns):  # else they stay among what is left over
+            for name in (*names, "logprobs"):
+                detail.any(name)
+    _judged(draft, trial)
+    return True
+
+
+def _listed(ids: IDS | None) -> tuple[int, ...]:
+    return () if ids is None else tuple(ids.tolist())
+
+
+def _judged(draft: Draft, trial: Fields) -> None:
+    """The names and the rewards that a trial's result holds."""
+    draft.episode_id = trial.name("trial_name") or trial.name("id") or draft.episode_id
+    draft.task_id = trial.name("task_name")
+    verifier = trial.fields("verifier_result")
+    rewards = verifier.fields("rewards") if verifier else None
+    if rewards is not None:
+        named = {name: rewards.number(name) for name in rewards}
+        draft.rewards = {name: number for name, number in named.items() if number is not None} or None
+        draft.reward = named.get("reward")
+    draft.extra |= trial.rest()
+
+
 def _trial(record: Fields) -> Draft:
     """A trial's result: the ids of each turn, the main agent's first, then those of its helpers."""
     result = record.fields("agent_result")
     details = result.each("rollout_details") if result else []
     if not details:
         raise NotACall("a trial without rollout_details")
-    draft = Draft(episode_id=record.name("trial_name") or record.name("id") or record.losses.place)
-    draft.task_id = record.name("task_name")
+    draft = Draft(episode_id=record.losses.place)
     for number, detail in enumerate(details):
         draft.calls += _turns(detail, number, record.losses)
-    verifier = record.fields("verifier_result")
-    rewards = verifier.fields("rewards") if verifier else None
-    if rewards is not None:
-        named = {name: rewards.number(name) for name in rewards}
-        draft.rewards = {name: number for name, number in named.items() if number is not None} or None
-        draft.reward = named.get("reward")
-    draft.extra = record.rest()
+    _judged(draft, record)
     return draft
 
 
@@ -263,7 +317,13 @@ def _turns(detail: Fields, number: int, losses: Losses) -> list[Call]:
         detail.items(name) or [] for name in ("prompt_token_ids", "completion_token_ids", "logprobs")
     )
     found: list[Call] = []
-    for turn in range(max(len(prompts), len(outputs))):
+    if len(prompts) != len(outputs):  # each list leaves out the turns that had none
+        losses.lose("prompts and outputs of a trial's turns are not as many", max(len(prompts), len(outputs)))
+        return found
+    if logprobs and len(logprobs) != len(outputs):
+        losses.degrade("log-probabilities left out: which turn they are of is not told", detail.path)
+        logprobs = []
+    for turn in range(len(outputs)):
         one = {
             name: values[turn]
             for name, values in (("prompt", prompts), ("output", outputs), ("logprobs", logprobs))

@@ -167,6 +167,7 @@ class _Session:
         for key, group in sorted(self.groups.items(), key=lambda item: item[1][0].number):
             self.losses.place = group[0].place
             before = self._before(group[0])
+            self.losses.history(len(before.messages))
             self.before[key] = before
             call = self._call(key, group, before)
             if call is not None:

@@ -126,6 +126,7 @@ class _Session:
         if not told:
             self.losses.lose("all of the answer is encrypted")
             return
+        self.losses.history(len(self.history))
         key = str(len(self.calls))
         answers = to_messages(told)
         other = next((i["type"] for i in told if i["type"] in MADE), None)  # no template takes that

@@ -99,6 +99,8 @@ class _Session:
             if record.text("type") in NO_PART:
                 raise NotACall(f"a message of type '{record.text('type')}'")
             self._put(self._read(record), True)
+        elif "method" in record and "response" in record:
+            raise BrokenRecord("no record of a chat: an answer of the API that was recorded without its prompt")
         else:
             raise BrokenRecord("no record of a chat: neither 'sessionId', a message, '$set' nor '$rewindTo'")
 
@@ -201,6 +203,7 @@ class _Session:
 
     def _begin(self, call: Call, answer: dict[str, Any]) -> Call:
         """A new call, whose prompt is all messages so far."""
+        self.losses.history(len(self.messages))
         call.prompt, call.answer = Chat(messages=[part for m in self.messages.values() for part in m.chat]), answer
         call.parent, call.rewrite_kind = self.last, self.rewritten
         self.last, self.rewritten = call.key, None

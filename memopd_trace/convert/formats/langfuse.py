@@ -5,15 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from memopd_trace.convert import exchange
+from memopd_trace.convert import exchange, langchain
 from memopd_trace.convert.draft import Call, Chat, Draft, finish_reason
 from memopd_trace.convert.fields import Fields
 from memopd_trace.convert.format import Format
 from memopd_trace.convert.losses import BrokenRecord, Losses, NotACall
 from memopd_trace.convert.spans import from_json
-from memopd_trace.convert.transcript import CHAT, ROLES, is_reasoned
-
-LANGCHAIN = {"human": "user", "ai": "assistant"}  # names that its messages have for roles
+from memopd_trace.convert.transcript import is_reasoned
 
 
 def read(value: Any, losses: Losses) -> Iterator[Draft]:
@@ -104,42 +102,8 @@ def _messages(value: Any, losses: Losses) -> tuple[list[dict[str, Any]], list[di
         if item.get("role") == "tool" and isinstance(content, dict) and content.get("type") == "function":
             offered.append(content)
         else:
-            found.append(_message(Fields(item, losses, "input")))
+            found.append(langchain.message(Fields(item, losses, "input")))
     return found, offered
-
-
-def _message(message: Fields) -> dict[str, Any]:
-    """A message of the chat form, out of one or of LangChain's own."""
-    word = message.peek("role") or message.peek("type")
-    role = LANGCHAIN.get(word, word) if isinstance(word, str) else None
-    if role not in ROLES:
-        raise BrokenRecord(f"{message.path}: a message without a role")
-    found = {name: message.any(name) for name in CHAT if name in message}
-    found["role"] = role
-    content = found.get("content", "")
-    found["content"] = content if isinstance(content, str | list) else ""
-    more = message.fields("additional_kwargs") if isinstance(message.peek("additional_kwargs"), dict) else None
-    if more is not None:
-        for name in ("tool_calls", "reasoning_content"):
-            if name in more:
-                found[name] = more.any(name)
-    calls = found.get("tool_calls")
-    if isinstance(calls, list):
-        found["tool_calls"] = [_tool_call(c) for c in calls if isinstance(c, dict)]
-    if not found.get("tool_calls"):
-        found.pop("tool_calls", None)
-    return found
-
-
-def _tool_call(call: dict[str, Any]) -> dict[str, Any]:
-    """LangChain's own tool calls have their arguments beside the name."""
-    if isinstance(call.get("function"), dict):
-        return call
-    return {
-        "id": call.get("id"),
-        "type": "function",
-        "function": {"name": call.get("name"), "arguments": call.get("args")},
-    }
 
 
 def _answer(value: Any, losses: Losses) -> Any:
@@ -151,7 +115,7 @@ def _answer(value: Any, losses: Losses) -> Any:
         if isinstance(choices, list) and choices and isinstance(choices[0], dict):
             value = choices[0].get("message")
         if isinstance(value, dict) and ("content" in value or "tool_calls" in value):
-            return {**_message(Fields({"role": "assistant", **value}, losses, "output")), "role": "assistant"}
+            return {**langchain.message(Fields({"role": "assistant", **value}, losses, "output")), "role": "assistant"}
         return None
     return {"role": "assistant", "content": value} if isinstance(value, str) else None
 

@@ -1,11 +1,13 @@
 """Data sets of conversations: `messages` (Hugging Face, OpenAI), `conversations` (ShareGPT), `prompt` and `completion`.
 
 Each message of the assistant is one call, whose prompt is what stands in front of it. Who wrote it, and under which
-prompt of the system, the data set does not tell.
+prompt of the system, the data set does not tell. Harbor's exported traces are such conversations, one for each call of
+a trial: there a call is told again by those behind it, and stays one.
 """
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -13,6 +15,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from memopd_trace.convert.assemble import to_text
 from memopd_trace.convert.draft import Call, Chat, Draft
 from memopd_trace.convert.fields import Fields
 from memopd_trace.convert.format import Format
@@ -57,12 +60,16 @@ def read(value: Any, losses: Losses) -> Iterator[Draft]:
     model = record.text("model") if isinstance(model, str) else None
     options = record.peek("chat_template_kwargs")
     options = dict(record.any("chat_template_kwargs")) if isinstance(options, dict) else {}
-    draft = Draft(episode_id=name or losses.place)
+    trial = record.name("trial_name") if "episode" in record else None
+    draft = Draft(episode_id=trial or name or losses.place, whole=trial is None)
+    told = hashlib.sha256()
     for number, message in enumerate(messages):
+        told.update(to_text(message).encode("utf-8", "replace"))
         if message["role"] == "assistant":
+            losses.history(number)
             draft.calls.append(Call(
                 place=f"{losses.place} message {number}",
-                key=str(number),
+                key=told.hexdigest(),
                 parent=draft.calls[-1].key if draft.calls else None,
                 model=model,
                 prompt=Chat(messages=messages[:number], tools=tools, options=options),
@@ -72,8 +79,9 @@ def read(value: Any, losses: Losses) -> Iterator[Draft]:
     if not draft.calls:
         raise NotACall("no message of an assistant")
     draft.reward = record.number("reward")
-    draft.task_id = record.name("task_id")
-    draft.extra = record.rest()
+    draft.task_id = record.name("task_id" if trial is None else "task")
+    episode = None if trial is None else record.name("episode")
+    draft.extra = record.rest() if episode is None else {episode: record.rest()}
     yield draft
 
 
@@ -135,5 +143,6 @@ FORMAT = Format(
         "no_token_ids", "no_logprobs", "no_sampling", "no_policy_version", "no_finish_reason", "no_reward", "no_end",
         "no_group", "no_rewrite_kind", "lossy_text",
     ),
-    note="A data set does not tell which model wrote an answer, or whether any did.",
+    note="A data set does not tell which model wrote an answer, or whether any did. Traces that Harbor exported, one "
+    "for each call, are put together by their trial.",
 )  # fmt: skip

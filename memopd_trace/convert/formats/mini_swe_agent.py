@@ -93,6 +93,8 @@ def _settings(info: Fields | None) -> tuple[str | None, Sampling | None]:
     if model is None:
         return None, None
     arguments = model.fields("model_kwargs")
+    if arguments is not None:
+        arguments.any("api_key")  # a secret is not passed on
     return model.text("model_name"), exchange.sampling(arguments) if arguments else None
 
 

@@ -60,6 +60,7 @@ def _calls(record: Fields, response: Fields) -> list[Call]:
             continue
         made.append(item)
         if item.peek("prompt_token_ids") or number + 1 == len(items) or not made_by_model(items[number + 1].value):
+            record.losses.history(len(before))
             before = [*before, *to_messages(between)]
             call = _call(record, made)
             call.sampling, call.model, call.prompt = sampling, model, Chat(messages=before, tools=tools)

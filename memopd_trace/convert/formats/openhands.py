@@ -88,7 +88,7 @@ def _conversation(stream: Stream, parts: list[Record], record: Fields | None = N
                 losses.skip(str(reason))
     losses.place = name
     if not stream.calls and not losses.dropped_calls:
-        raise NotACall("a conversation without an answer of a model")
+        raise NotACall("a conversation without an answer of a model: give its folder, with the events")
     draft = Draft(episode_id=name, calls=stream.calls, terminated=stream.ended)
     if record is not None:
         draft.task_id = record.name("instance_id")
@@ -292,6 +292,7 @@ class Stream:
     # -- both --
 
     def _call(self, key: str | None, answer: Any, event: Fields) -> Call:
+        self.losses.history(len(self.context))
         context = [s.message for s in self.context if s.message is not None]
         call = Call(
             place=self.losses.place,

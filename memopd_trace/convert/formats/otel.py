@@ -30,6 +30,7 @@ def read(value: Any, losses: Losses) -> Iterator[Draft]:
     if not any(name.startswith("gen_ai.") for name in about):
         raise NotACall("a span that is none of a model")
     call = span.call(losses)
+    ended = _ended(from_json(about.peek(ANSWERS[0])))
     answers = _told(span, ANSWERS)
     call.prompt = _prompt(span, losses)
     call.answer = answers[0] if answers else None
@@ -38,7 +39,7 @@ def read(value: Any, losses: Losses) -> Iterator[Draft]:
     call.sampling = _sampling(about)
     call.reasoned = isinstance(call.answer, dict) and is_reasoned(call.answer)
     words = about.any("gen_ai.response.finish_reasons")
-    word = words[0] if isinstance(words, list) and words and isinstance(words[0], str) else None
+    word = words[0] if isinstance(words, list) and words and isinstance(words[0], str) else ended
     call.finish_reason = "tool_calls" if word == "tool_call" else finish_reason(word)
     counts = [
         about.whole(new) if new in about else about.whole(old)
@@ -56,6 +57,13 @@ def read(value: Any, losses: Losses) -> Iterator[Draft]:
         other.relation, other.key = ("fork", f"{call.key}#{number}") if call.key else (None, None)
         draft.calls.append(other)
     yield draft
+
+
+def _ended(answers: Any) -> str | None:
+    """Why the first answer ended: of a streamed one the span itself does not tell."""
+    first = answers[0] if isinstance(answers, list) and answers else None
+    word = first.get("finish_reason") if isinstance(first, dict) else None
+    return word if isinstance(word, str) else None
 
 
 def _prompt(span: Span, losses: Losses) -> Chat | None:

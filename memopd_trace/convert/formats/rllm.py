@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from memopd_trace.convert.draft import Call, Chat, Draft, finish_reason
-from memopd_trace.convert.exchange import part, sampling
+from memopd_trace.convert.exchange import calls, part, sampling
 from memopd_trace.convert.fields import Fields
 from memopd_trace.convert.flattened import take_version
 from memopd_trace.convert.format import Format
@@ -21,7 +21,7 @@ CUT = ("max_turns_exceeded", "max_prompt_length_exceeded", "max_response_length_
 
 
 def read(value: Any, losses: Losses) -> Iterator[Draft]:
-    """An episode, a trajectory, or a record of the gateway."""
+    """An episode, as it is or as the logger of episodes leaves it, a trajectory, or a record of the gateway."""
     record = Fields(value, losses)
     if isinstance(record.peek("trajectories"), list):
         yield from _episode(record)
@@ -29,12 +29,14 @@ def read(value: Any, losses: Losses) -> Iterator[Draft]:
         yield _trajectory(record, record.name("uid") or losses.place, None, record.name("uid") is None)
     elif "completion_token_ids" in record or "response_message" in record:
         yield _exchange(record)
+    elif "episode_files" in record:
+        raise NotACall("a summary of a batch of episodes")
     else:
         raise BrokenRecord("neither an episode (trajectories), a trajectory (steps) nor a record of the gateway")
 
 
 def _episode(record: Fields) -> list[Draft]:
-    name = record.name("id")
+    name = record.name("id") or record.name("episode_id")
     trajectories = record.each("trajectories")
     why = record.text("termination_reason")
     drafts = []
@@ -110,11 +112,14 @@ def _drop_told(output: Fields, call: Call) -> None:
 
 def _prompt_ids(step: Fields, name: str) -> Any:
     """The ids of a prompt, which are none where blocks of an image stand among them."""
-    value = step.peek(name)
-    if isinstance(value, list) and any(isinstance(v, dict) for v in value):
-        step.losses.gap("opaque_content", "an image stands among the ids of a prompt")
-        return None
-    return step.ids(name)
+    try:
+        return step.ids(name)
+    except BrokenRecord:
+        value = step.peek(name)
+        if not isinstance(value, list) or dict not in set(map(type, value)):
+            raise
+    step.losses.gap("opaque_content", "an image stands among the ids of a prompt")
+    return None
 
 
 def _chat(step: Fields) -> tuple[Chat | None, dict[str, Any] | None]:
@@ -162,8 +167,24 @@ def _exchange(record: Fields) -> Draft:
     if isinstance(call.prompt, Chat) and request is not None and request.any("messages") is not None:
         tools = request.any("tools")
         call.prompt.tools = [t for t in tools if isinstance(t, dict)] if isinstance(tools, list) else None
+    others = _other_choices(record, request, call)
     call.extra = record.rest()
-    return Draft(episode_id=session or call.key or record.losses.place, calls=[call], whole=session is None)
+    return Draft(episode_id=session or call.key or record.losses.place, calls=[call, *others], whole=session is None)
+
+
+def _other_choices(record: Fields, request: Fields | None, first: Call) -> list[Call]:
+    """The choices behind the first one, which the gateway keeps in the answer alone; the counts are those of all."""
+    answer = part(record, "raw_response")
+    choices = answer.peek("choices") if answer is not None else None
+    if answer is None or not isinstance(choices, list) or len(choices) < 2:
+        return []
+    first.counts = (first.counts[0], None)
+    others = calls(request, answer, record.losses)[1:]
+    for number, call in enumerate(others, 1):
+        call.key = None if first.key is None else f"{first.key}#{number}"
+        call.parent, call.relation = (first.key, "fork") if first.key is not None else (None, None)
+        call.ended_at, call.policy_version = first.ended_at, first.policy_version
+    return others
 
 
 FORMAT = Format(

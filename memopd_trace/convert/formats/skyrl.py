@@ -1,7 +1,8 @@
 """SkyRL: what its generators return, as batches or one rollout a line, and the text that an evaluation dumps.
 
-With step-wise trajectories (`is_last_step`) each row is a call; else a row is a whole rollout, of which each run of
-sampled ids is a call. Rewards of tokens are added up for each call, and kept beside it.
+With step-wise trajectories (`is_last_step`) each row is a step, or several that were merged: what the environment said
+stands behind the answer, outside the mask. Else a row is a whole rollout. Each run of sampled ids is a call. Rewards of
+tokens are added up for each call, and kept beside it.
 """
 
 from __future__ import annotations
@@ -11,9 +12,9 @@ from typing import Any
 
 from memopd_trace.convert.draft import Call, Chat, Draft, finish_reason
 from memopd_trace.convert.fields import Fields
-from memopd_trace.convert.flattened import split, spread
+from memopd_trace.convert.flattened import are_finite, split, spread
 from memopd_trace.convert.format import Format
-from memopd_trace.convert.losses import BrokenRecord, Losses
+from memopd_trace.convert.losses import BrokenRecord, Losses, NotACall
 
 COLUMNS = {
     "prompt_token_ids": "prompt_token_ids",
@@ -34,6 +35,8 @@ def read(value: Any, losses: Losses) -> Iterator[Draft]:
     prompts = record.peek("prompt_token_ids")
     if prompts is None and "output_response" in record:
         yield _text(record)
+    elif record.value and all(name.startswith("eval/") for name in record):
+        raise NotACall("metrics of an evaluation")
     elif not isinstance(prompts, list) or "response_ids" not in record:
         raise BrokenRecord("neither a generator's output (prompt_token_ids, response_ids) nor a dumped text")
     elif prompts and isinstance(prompts[0], list):
@@ -96,11 +99,8 @@ def _add(draft: Draft, row: Fields, prefix: str) -> None:
         raise BrokenRecord(f"{row.path or 'the record'}: a row without a prompt")
     mask, logprobs = row.flags("loss_mask"), row.logprobs("rollout_logprobs")
     last = row.flag("is_last_step")
-    if last is None:
-        calls = split(prompt, response, mask, logprobs, losses, prefix)
-    else:
-        calls = [Call(place=losses.place, key=f"{prefix}0", prompt_ids=prompt, output_ids=response, trained=mask)]
-        calls[0].logprobs = logprobs
+    calls = split(prompt, response, mask, logprobs, losses, prefix)
+    if last is not None:
         calls[0].parent = draft.calls[-1].key if draft.calls else None
     for call in calls:
         call.place = f"{losses.place} {row.path}".rstrip()
@@ -117,18 +117,18 @@ def _reward(draft: Draft, row: Fields, calls: list[Call], stepwise: bool) -> Non
     if not isinstance(row.peek("reward"), list):
         reward = row.number("reward")
         if stepwise:
-            calls[0].reward = reward
+            calls[-1].reward = reward
         else:
             draft.reward = reward
         return
     values = row.items("reward") or []
-    if not all(type(v) in (int, float) for v in values):
-        raise BrokenRecord(f"{row.path}.reward: expected numbers")
+    if not are_finite(values):
+        raise BrokenRecord(f"{row.path}.reward: expected finite numbers")
     mask = row.flags("loss_mask")
     if len(values) != len(row.peek("response_ids")):
         row.losses.degrade("rewards left out: not as many as the ids", f"{len(values)}")
     else:
-        spread(values, mask if not stepwise else None, calls)
+        spread(values, mask, calls)
     calls[0].extra["token_rewards"] = values
 
 
@@ -144,8 +144,8 @@ def _text(record: Fields) -> Draft:
     draft = Draft(episode_id=losses.place, calls=[call])
     score = record.any("score")
     values = score if isinstance(score, list) else [] if score is None else [score]
-    if not all(type(v) in (int, float) for v in values):
-        raise BrokenRecord("score: expected a number, or one for each token")
+    if not are_finite(values):
+        raise BrokenRecord("score: expected a finite number, or one for each token")
     draft.reward = float(sum(values)) if values else None
     call.extra = record.rest()
     return draft

@@ -7,9 +7,6 @@ pieces of one rollout (after a compaction, or of sub-agents). A `.pt` file is a 
 
 from __future__ import annotations
 
-import re
-import warnings
-import zipfile
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -19,14 +16,10 @@ from memopd_trace.convert.fields import Fields, as_ids
 from memopd_trace.convert.flattened import split, version_of
 from memopd_trace.convert.format import Format
 from memopd_trace.convert.losses import BrokenRecord, Issue, Losses
+from memopd_trace.convert.pickled import PICKLED, load
 from memopd_trace.convert.records import SUFFIXES, Record, json_records
-from memopd_trace.errors import MissingExtraError
 from memopd_trace.invocation import IDS
 
-PICKLED = ".pt"
-MAX_BYTES = 2**34  # of one file, unpacked; all of it is in memory
-MAX_VALUES = 2**32  # of one file; a pickle may name one value any number of times
-GLOBAL = re.compile(r"GLOBAL ([\w.]+)")
 FINISH = {"completed": "stop", "truncated": "length", "aborted": "abort"}
 
 
@@ -37,7 +30,7 @@ def records(files: Iterable[Path]) -> Iterator[Record | Issue]:
             yield from json_records([file])
             continue
         try:
-            whole = _load(file)
+            whole = load(file)
         except BrokenRecord as error:
             yield Issue(str(file), str(error))
             continue
@@ -48,72 +41,6 @@ def records(files: Iterable[Path]) -> Iterator[Record | Issue]:
         shared = {n: v for n, v in whole.items() if n != "samples"} if isinstance(whole, dict) else {}
         for number, sample in enumerate(samples):
             yield Record(f"{file}[{number}]", {**shared, "step": file.stem, "sample": sample})
-
-
-def _load(file: Path) -> Any:
-    """What a `.pt` file holds, as plain values.
-
-    Raises:
-        BrokenRecord: it is none, is too large, or holds more than plain data and tensors.
-        MissingExtraError: PyTorch is not installed.
-    """
-    try:
-        import torch
-    except ImportError:
-        raise MissingExtraError(
-            f"{file}: a .pt file is read by the 'torch' package", hint="pip install 'memopd-trace[score]'"
-        ) from None
-    try:
-        size = file.stat().st_size
-        if zipfile.is_zipfile(file):
-            with zipfile.ZipFile(file) as archive:
-                size = max(size, sum(entry.file_size for entry in archive.infolist()))
-        if size > MAX_BYTES:
-            raise BrokenRecord(f"is of more than {MAX_BYTES} bytes")
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # on pickles of another kind, which are refused
-            whole = torch.load(file, map_location="cpu", weights_only=True)
-        return _Plain(torch.Tensor).value(whole)
-    except (BrokenRecord, MemoryError):
-        raise
-    except RecursionError:
-        raise BrokenRecord("is nested too deeply") from None
-    except Exception as error:  # a damaged pickle raises whatever it likes
-        named = GLOBAL.search(str(error))
-        if named is not None:
-            raise BrokenRecord(f"refused: it holds '{named[1]}', which is neither plain data nor a tensor") from None
-        raise BrokenRecord(f"is no file of torch.save, or a damaged one ({type(error).__name__})") from None
-
-
-class _Plain:
-    """Makes lists of tensors, and counts values: shared ones can stand for very many."""
-
-    def __init__(self, tensor: type) -> None:
-        self._tensor, self._left = tensor, MAX_VALUES
-
-    def value(self, value: Any) -> Any:
-        """The value with lists for tensors.
-
-        Raises:
-            BrokenRecord: it holds too many values.
-        """
-        if isinstance(value, self._tensor):
-            self._count(value.numel())  # type: ignore[attr-defined]
-            return value.tolist()  # type: ignore[attr-defined]
-        if isinstance(value, dict):
-            self._count(64 * (1 + len(value)))
-            return {k if isinstance(k, str) else str(k): self.value(v) for k, v in value.items()}
-        if isinstance(value, list | tuple):
-            self._count(64 + len(value))
-            if set(map(type, value)) <= {int, float, str, bool, type(None)}:
-                return list(value)
-            return [self.value(v) for v in value]
-        return value
-
-    def _count(self, number: int) -> None:
-        self._left -= number
-        if self._left < 0:
-            raise BrokenRecord(f"holds more than {MAX_VALUES} values")
 
 
 def read(value: Any, losses: Losses) -> Iterator[Draft]:

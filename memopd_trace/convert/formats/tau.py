@@ -43,7 +43,7 @@ def read(value: Any, losses: Losses) -> Iterator[Draft]:
     elif "messages" in record and ("reward_info" in record or "termination_reason" in record):
         draft, rest = _simulation(record, None, losses), None
     elif "tasks" in record and "info" in record:
-        raise NotACall("results without simulations")
+        raise NotACall("results without simulations: give their folder, where each has a file of its own")
     else:
         raise BrokenRecord("neither a run ('traj') nor a simulation")
     losses.version("tau2-bench")

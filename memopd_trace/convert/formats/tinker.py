@@ -1,4 +1,4 @@
-"""Tinker cookbook: its token database, Parquet with one turn a row.
+"""Tinker cookbook: what its capture keeps (`captured.py`), and its former token database, Parquet with one turn a row.
 
 Rows of a trajectory stand in order, and an observation that goes on from the turn before is stored as what it adds
 (`ob_is_delta`).
@@ -16,6 +16,7 @@ import orjson
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from memopd_trace.convert.captured import captured, is_captured
 from memopd_trace.convert.draft import Call, Draft, finish_reason
 from memopd_trace.convert.fields import Fields
 from memopd_trace.convert.flattened import check_size, take_version
@@ -49,7 +50,8 @@ def records(files: Iterable[Path]) -> Iterator[Record | Issue]:
 def _rows(files: Iterable[Path]) -> Iterator[Record | Issue]:
     for file in files:
         if file.suffix != PARQUET:
-            yield from json_records([file])
+            for found in json_records([file]):
+                yield from _apart(found)
             continue
         number = 0
         try:
@@ -60,6 +62,16 @@ def _rows(files: Iterable[Path]) -> Iterator[Record | Issue]:
                         number += 1
         except (OSError, pa.ArrowException, UnicodeError) as error:
             yield Issue(f"{file}[{number}]", f"cannot be read to its end: {first_line(error)}")
+
+
+def _apart(found: Record | Issue) -> Iterator[Record | Issue]:
+    """The rows of a page that the capture's store answers with; others as they are."""
+    rows = found.value.get("rows") if isinstance(found, Record) and isinstance(found.value, dict) else None
+    if not isinstance(rows, list) or isinstance(found, Issue):
+        yield found
+        return
+    for number, row in enumerate(rows):
+        yield Record(f"{found.place}.rows[{number}]", row)
 
 
 def _plain(row: dict[str, Any]) -> dict[str, Any]:
@@ -89,6 +101,11 @@ def read(value: Any, losses: Losses) -> Iterator[Draft]:
     draft: Draft | None = None
     before: IDS | None = None
     only = len(value) == 1
+    if only:
+        losses.place, record = value[0][0], Fields(value[0][1], losses)
+        if is_captured(record):
+            yield from captured(record)
+            return
     for place, row in value:
         losses.place = place
         try:
@@ -192,11 +209,13 @@ def _json(text: str) -> Any:
 
 FORMAT = Format(
     name="tinker",
-    title="Tinker cookbook: its token database",
+    title="Tinker cookbook: its capture, and its former token database",
     exactness="ids",
     read=read,
-    unsaid=("no_logprob_kind", "no_model", "no_sampling"),
-    note="Turns with images are left out: the database does not hold these. Its other logs have no ids.",
+    unsaid=("no_logprob_kind", "no_model", "no_sampling", "no_policy_version", "no_reward", "no_end", "no_parent",
+            "no_rewrite_kind"),
+    note="Give `capture/sample.jsonl`, or the rows that the capture's store answers with (`/runs/RUN/rows`): they know "
+    "trajectories where the scope names `traj_idx`. The database left out images. Its other logs have no ids.",
     records=records,
     suffixes=(PARQUET, *SUFFIXES),
-)
+)  # fmt: skip
