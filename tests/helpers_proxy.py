@@ -19,6 +19,7 @@ from typing import Any
 import httpx2
 
 from memopd_trace import Invocation, Sampling, read
+from memopd_trace.metadata import TraceMetadata
 from memopd_trace.record.proxy import Options, server
 from memopd_trace.record.proxy.recording import begin
 from memopd_trace.record.proxy.server import make_metadata
@@ -71,9 +72,9 @@ class Proxy:
 
 
 @contextmanager
-def upstream(folder: Path, port: int = 0) -> Iterator[Upstream]:
+def upstream(folder: Path, port: int = 0, dialect: str = "vllm") -> Iterator[Upstream]:
     log = folder / "produced.jsonl"
-    process = _start([str(HERE / "helpers_upstream.py"), str(log), str(port)])
+    process = _start([str(HERE / "helpers_upstream.py"), str(log), str(port), dialect])
     assert process.stdout is not None
     try:
         yield Upstream(process, f"http://127.0.0.1:{int(process.stdout.readline())}", log)
@@ -111,12 +112,14 @@ def start(folder: Path, url: str, *more: str, small_parts: bool = False) -> Prox
 
 
 @contextmanager
-def inside(folder: Path, url: str, *, models: tuple[str, ...] = ("toy",), **more: Any) -> Iterator[Inside]:
+def inside(
+    folder: Path, url: str, *, models: tuple[str, ...] = ("toy",), metadata: TraceMetadata | None = None, **more: Any
+) -> Iterator[Inside]:
     """A proxy in a thread of this process, with `more` of its options: starts at once, cannot be killed."""
     options = Options(upstream=url, port=0, **{"logprob_kind": "raw", "defaults": Sampling(), **more})
     notices: list[str] = []
     listens: queue.Queue[str] = queue.Queue()
-    with begin(folder, lambda: make_metadata(list(models), None), None, notices.append) as begun:
+    with begin(folder, lambda: metadata or make_metadata(list(models), None), None, notices.append) as begun:
         application = server.Proxy(begun, options)
         running = _Threaded(server.server_config(application, options), lambda h, p: listens.put(f"http://{h}:{p}"))
         application.failed = running.stop

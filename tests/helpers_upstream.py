@@ -1,14 +1,17 @@
 """An OpenAI-compatible server like vLLM's, whose sampler is a function of ids: run it, or ask it what it produced.
 
-    python helpers_upstream.py LOG [PORT]
+    python helpers_upstream.py LOG [PORT] [vllm|sglang]
 
 prints its port. LOG gets a JSON line for each output it ever sampled, whole or given up: what a recording must agree
-with. Its answers have the members, their order and the nulls of vLLM's.
+with. Its answers have the members, their order and the nulls of vLLM's; as SGLang it gives ids
+with whole chats only, beside `meta_info`, and refuses to with a stream.
 """
 
 from __future__ import annotations
 
 import asyncio
+import base64
+import io
 import json
 import random
 import sys
@@ -16,6 +19,7 @@ import zlib
 from collections.abc import AsyncIterator
 from typing import Any
 
+import numpy as np
 import uvicorn
 from starlette.applications import Starlette
 from starlette.requests import Request
@@ -25,6 +29,7 @@ from starlette.routing import Route
 MODEL = "toy"
 SIZE, STOP = 4096, 2
 FIRST = 10  # ids below it are controls
+LAYERS, CHOSEN, EXPERTS = 2, 2, 8  # of its expert routes
 LOG: list[Any] = []
 
 
@@ -62,6 +67,18 @@ def sample(prompt: list[int], choice: int, seed: int, limit: int, endless: bool)
         if ids[-1] == STOP:
             return ids, logprobs, "stop"
     return ids, logprobs, "length"
+
+
+def routes(sequence: list[int]) -> Any:
+    """Expert routes [n - 1, LAYERS, CHOSEN]: a function of the ids."""
+    first = np.array(sequence[:-1], np.int32)[:, None] % EXPERTS + np.zeros((1, LAYERS), np.int32)
+    return np.stack([first, (first + 1) % EXPERTS], axis=2)
+
+
+def npy(array: Any) -> str:
+    file = io.BytesIO()
+    np.save(file, array)
+    return base64.b64encode(file.getvalue()).decode()
 
 
 class Call:
@@ -136,6 +153,8 @@ class Call:
             choice["token_ids"] = ids if self.ids else None
             if not self.chat:
                 choice["prompt_token_ids"] = self.prompts[prompt] if self.ids else None
+            if self.asked.get("mode") == "routes":
+                choice["routed_experts"] = npy(routes(self.prompts[prompt] + ids))
             choices.append(choice)
         count = sum(len(o[2]) for o in self.outputs)
         given = sum(map(len, self.prompts))
@@ -146,6 +165,31 @@ class Call:
             "usage": usage,
         }
         return answer | ({"prompt_token_ids": self.prompts[0] if self.ids else None} if self.chat else {})
+
+    def as_sglang(self) -> dict[str, Any]:
+        """The whole answer as SGLang gives it."""
+        whole = self.whole()
+        whole.pop("prompt_token_ids", None)
+        for choice, (prompt, _, ids, logprobs, finish) in zip(whole["choices"], self.outputs, strict=True):
+            for name in ("token_ids", "stop_reason"):
+                choice.pop(name, None)
+            choice["matched_stop"] = STOP if finish == "stop" else None
+            if self.asked.get("return_prompt_token_ids"):
+                choice["prompt_token_ids"] = self.prompts[prompt]
+            if self.asked.get("return_meta_info"):
+                triples = [[p, i, None] for i, p in zip(ids, logprobs, strict=True)]
+                choice["meta_info"] = {
+                    "id": self.name,
+                    "finish_reason": {"type": finish},
+                    "weight_version": "7",
+                    "completion_tokens": len(ids),
+                }
+                if self.logprobs:
+                    choice["meta_info"]["output_token_logprobs"] = triples
+        if self.asked.get("return_routed_experts"):
+            data = routes(self.prompts[0] + self.outputs[0][2]).astype("<i4").tobytes()
+            whole["sglext"] = {"routed_experts": base64.b64encode(data).decode()}
+        return whole
 
     async def stream(self, delay: float) -> AsyncIterator[str]:
         kind = "chat.completion.chunk" if self.chat else "text_completion"
@@ -220,6 +264,10 @@ async def _answer(app: Any, chat: bool) -> Response:
         await asyncio.sleep(3600)
     if mode in ("no_ids", "strict"):
         asked.pop("return_token_ids", None)
+    if app.dialect == "sglang":
+        asked.pop("return_token_ids", None)
+        if asked.get("stream") and asked.get("return_prompt_token_ids"):
+            return JSONResponse({"error": {"message": "no ids with a stream"}}, 400)
     call = Call(chat, asked, asked.get("request_id") or f"call-{app.calls}")
     if asked.get("stream"):
         body = call.stream(asked.get("delay") or 0)
@@ -228,7 +276,7 @@ async def _answer(app: Any, chat: bool) -> Response:
         return StreamingResponse(body, media_type="text/event-stream")
     if asked.get("delay"):
         await asyncio.sleep(asked["delay"])
-    return JSONResponse(call.whole())
+    return JSONResponse(call.as_sglang() if app.dialect == "sglang" else call.whole())
 
 
 async def _cut(body: AsyncIterator[str], mode: str) -> AsyncIterator[str]:
@@ -246,7 +294,8 @@ async def _cut(body: AsyncIterator[str], mode: str) -> AsyncIterator[str]:
 
 
 async def models(request: Request) -> Response:
-    return JSONResponse({"object": "list", "data": [{"id": MODEL, "object": "model"}]})
+    card = {"id": MODEL, "object": "model", "owned_by": request.app.state.dialect}
+    return JSONResponse({"object": "list", "data": [card]})
 
 
 async def seen(request: Request) -> Response:
@@ -264,12 +313,13 @@ async def echo(request: Request) -> Response:
     )
 
 
-def application() -> Starlette:
+def application(dialect: str = "vllm") -> Starlette:
     paths = ["/v1/chat/completions", "/v1/completions"]
     routes = [Route(path, answer, methods=["POST"]) for path in paths]
     routes += [Route("/v1/models", models), Route("/seen", seen), Route("/most", most)]
     routes += [Route("/{path:path}", echo, methods=["GET", "POST", "PUT", "DELETE"])]
     app = Starlette(routes=routes)
+    app.state.dialect = dialect
     app.state.seen, app.state.calls, app.state.running, app.state.most = [], 0, 0, 0
     return app
 
@@ -283,4 +333,4 @@ class _Server(uvicorn.Server):
 if __name__ == "__main__":
     LOG.append(open(sys.argv[1], "a"))  # noqa: PTH123, SIM115 - open until the process ends
     port = int(sys.argv[2]) if len(sys.argv) > 2 else 0
-    _Server(uvicorn.Config(application(), port=port, log_level="critical", backlog=2048)).run()
+    _Server(uvicorn.Config(application(*sys.argv[3:]), port=port, log_level="critical", backlog=2048)).run()

@@ -30,8 +30,18 @@ class SamplingDefaults(StrEnum):
     neutral = "neutral"
 
 
+class Dialect(StrEnum):
+    """How the upstream is asked for ids."""
+
+    auto = "auto"
+    vllm = "vllm"
+    sglang = "sglang"
+
+
 def record(
-    upstream: str | None = typer.Option(None, metavar="URL", help="An OpenAI-compatible server that tells ids (vLLM)."),
+    upstream: str | None = typer.Option(
+        None, metavar="URL", help="An OpenAI-compatible server that tells ids (vLLM, SGLang)."
+    ),
     listen: str = typer.Option("127.0.0.1:8100", metavar="HOST:PORT", help="Where agents find the proxy; port 0: any."),
     output: Path = typer.Option(..., "--output", "-o", help="The trace's folder; one of a killed run is gone on with."),
     tokenizer: Path | None = typer.Option(None, help="The model's folder: tokenizer.json, config.json, …"),
@@ -47,9 +57,14 @@ def record(
         "temperature 1, nothing cut (vllm serve --generation-config vllm).",
     ),
     policy_version: int | None = typer.Option(None, min=0, help="The weights' version, where a call names none."),
+    dialect: Dialect = typer.Option(Dialect.auto, help="How the upstream is asked for ids. auto: as its models say."),
+    expert_routes: bool = typer.Option(False, "--expert-routes", help="Record expert routes where the upstream tells."),
     require_ids: bool = typer.Option(False, "--require-ids", help="Answer 502 where the upstream gives no ids."),
     max_calls: int = typer.Option(256, min=1, help="Calls at the upstream at once; more wait."),
     max_body: int = typer.Option(64, min=1, metavar="MIB", help="The largest request."),
+    idle: float = typer.Option(
+        4 * 3600.0, min=0, metavar="SECONDS", help="End episodes of which nothing was heard for so long; 0: never."
+    ),
     timeout: float = typer.Option(600.0, min=0.1, metavar="SECONDS", help="Longest silence of the upstream."),
     finish: bool = typer.Option(False, "--finish", help="Serve nothing: make the trace of a killed run whole."),
 ) -> None:
@@ -77,16 +92,19 @@ def record(
         logprob_kind=logprob_kind.value,
         defaults=defaults,
         policy_version=policy_version,
+        expert_routes=expert_routes,
         require_ids=require_ids,
         max_calls=max_calls,
         max_body=max_body * MIB,
         timeout=timeout,
+        idle=idle,
     )
     summary = proxy.record(
         output,
         options,
         models=model or None,
         tokenizer=tokenizer,
+        dialect=None if dialect is Dialect.auto else dialect.value,
         serve=not finish,
         notice=notice,
         ready=lambda host, port: notice(f"recording at http://{host}:{port}/v1 into {output}; Ctrl-C ends it"),

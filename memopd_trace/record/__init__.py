@@ -1,4 +1,7 @@
-"""The recorder: write a trace from a running agent. `memopd_trace.record.transformers` (needs torch) samples for it."""
+"""The recorder: write a trace from a running agent. `memopd_trace.record.transformers` (needs torch) samples for it.
+
+Hooks on it are `record.openai` (a client), `record.vllm` (an `LLM`) and `record.generation` (a Transformers model).
+"""
 
 from __future__ import annotations
 

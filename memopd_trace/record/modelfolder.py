@@ -44,7 +44,20 @@ def read_model(folder: Path, name: str) -> tuple[Model, Pieces]:
         )
     except ValueError as error:
         raise InputError(f"{folder}: {first_error(error)}") from None
-    return Model(name=name, tokenizer=tokenizer), pieces
+    return Model(name=name, tokenizer=tokenizer, **_experts(text if isinstance(text, dict) else config)), pieces
+
+
+def _experts(config: dict[str, Any]) -> dict[str, int]:
+    """The counts that expert routes are read by, where every layer routes; else it is not told which ones do."""
+    names = ("num_experts", "num_local_experts", "n_routed_experts")
+    experts = next((config[n] for n in names if isinstance(config.get(n), int)), 0)
+    layers, chosen = config.get("num_hidden_layers"), config.get("num_experts_per_tok")
+    dense = config.get("first_k_dense_replace") or config.get("mlp_only_layers")
+    steps = ("decoder_sparse_step", "moe_layer_freq", "interleave_moe_layer_step")
+    dense = dense or any(config.get(n, 1) != 1 for n in steps)
+    if not experts or not isinstance(layers, int) or not isinstance(chosen, int) or dense:
+        return {}
+    return {"num_moe_layers": layers, "experts_per_token": chosen, "num_experts": experts}
 
 
 def unknown_model(name: str) -> Model:

@@ -1,17 +1,19 @@
 """Record model calls as they happen: exact prompt ids, exact sampled ids, and how each state came about.
 
 Invariants: an episode is on disk whole or not at all; nothing is derived from text; what the validator would find in a
-row (a relation that the ids do not bear out, say) is refused when it is recorded, not found later. Needs no torch; not
-safe for several threads at once.
+row (a relation that the ids do not bear out, say) is refused when it is recorded, not found later. Needs no torch. May
+be used from several threads at once: each call is taken whole, and in some order.
 """
 
 from __future__ import annotations
 
+import functools
 import os
-from collections.abc import Mapping
+import threading
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeVar, cast
 
 from numpy.typing import ArrayLike
 
@@ -35,6 +37,20 @@ FIXED = (
     "truncated",
 )
 AMENDABLE = ("accepted", "reward", "rewards", "output_loss_mask", "output_text", "extra")
+
+
+MethodT = TypeVar("MethodT", bound=Callable[..., Any])
+
+
+def _locked(method: MethodT) -> MethodT:
+    """One at a time, over a recorder and all of its episodes."""
+
+    @functools.wraps(method)
+    def taken(self: Any, /, *args: Any, **kwargs: Any) -> Any:
+        with self.lock:
+            return method(self, *args, **kwargs)
+
+    return cast(MethodT, taken)
 
 
 class TraceRecorder:
@@ -74,10 +90,12 @@ class TraceRecorder:
         overwrite: bool = False,
     ) -> None:
         self.path, self.metadata, self.profile = Path(path), metadata, profile
+        self.lock = threading.RLock()
         self._writer = TraceWriter(path, metadata, overwrite=overwrite)
         self._known: set[str] = set()
         self._waiting: dict[tuple[str, str], list[EpisodeRecorder]] = {}  # group -> its episodes, as opened
 
+    @_locked
     def episode(
         self,
         episode_id: str,
@@ -117,6 +135,11 @@ class TraceRecorder:
         self._waiting.setdefault(key, []).append(episode)
         return episode
 
+    def owns(self, episode: EpisodeRecorder) -> bool:
+        """Whether an episode is one of this recorder's."""
+        return episode._recorder is self
+
+    @_locked
     def close(self) -> None:
         """Write what is finished and put the file in place.
 
@@ -162,6 +185,7 @@ class EpisodeRecorder:
 
     def __init__(self, recorder: TraceRecorder, columns: Mapping[str, Any]) -> None:
         self._recorder, self._columns = recorder, columns
+        self.lock = recorder.lock
         self._rows: list[Invocation] = []
         self.closed = False
 
@@ -171,10 +195,26 @@ class EpisodeRecorder:
         return str(self._columns["episode_id"])
 
     @property
+    def model_id(self) -> str:
+        """The model of its calls."""
+        return str(self._columns["model_id"])
+
+    @property
+    def agent_id(self) -> str | None:
+        """The agent of its calls, where one was named."""
+        return self._columns["agent_id"]
+
+    @property
+    def policy_version(self) -> int | None:
+        """The version of the weights that it was opened with."""
+        return self._columns["policy_version"]
+
+    @property
     def invocations(self) -> tuple[Invocation, ...]:
         """What was recorded so far, in commit order."""
         return tuple(self._rows)
 
+    @_locked
     def record(
         self,
         prompt: Prompt | ArrayLike,
@@ -244,6 +284,30 @@ class EpisodeRecorder:
         self._rows.append(row)
         return row
 
+    @_locked
+    def append(self, row: Invocation) -> Invocation:
+        """Add a row that was made elsewhere, behind this episode's last; its group and task are the episode's.
+
+        Raises:
+            UsageError: as `record`.
+        """
+        self._must_be_open()
+        row = row.replace(group_id=self._columns["group_id"], task_id=self._columns["task_id"])
+        check_row(row, self._rows, self._recorder.metadata)
+        self._rows.append(row)
+        return row
+
+    @_locked
+    def give_up(self, index: int) -> None:
+        """The call was an attempt that nobody used: it is not accepted, and not trained.
+
+        Raises:
+            UsageError: the episode is finished.
+        """
+        self._must_be_open()
+        self._rows[index] = self._rows[index].replace(accepted=False, output_loss_mask=None)
+
+    @_locked
     def amend(self, invocation: Invocation, **changes: Any) -> Invocation:
         """Set what is known only after the call: `accepted`, `reward`, `rewards`, `output_loss_mask`, `output_text`,
         `extra`. Returns the row as it now is.
@@ -263,6 +327,7 @@ class EpisodeRecorder:
         self._rows[index] = row
         return row
 
+    @_locked
     def finish(
         self,
         *,
@@ -296,6 +361,7 @@ class EpisodeRecorder:
         self._rows[-1] = last
         self._close()
 
+    @_locked
     def discard(self) -> None:
         """Leave the episode out of the trace.
 

@@ -264,6 +264,16 @@ def test_a_slow_client_gets_all_and_one_that_takes_nothing_is_given_up(
         assert (received >= len(body)) == (pause < 0.5)
 
 
+def test_a_client_that_sends_no_more_of_its_body_is_told_and_let_go(
+    upstream: helpers_proxy.Upstream, tmp_path: Path
+) -> None:
+    with helpers_proxy.inside(tmp_path / "trace", upstream.url, stall=0.3) as found:
+        host, port = found.url.removeprefix("http://").split(":")
+        with socket.create_connection((host, int(port)), timeout=20) as connection:
+            connection.sendall(f"POST {CHAT} HTTP/1.1\r\nHost: x\r\nContent-Length: 9\r\n\r\n{{".encode())
+            assert connection.recv(2**16).startswith(b"HTTP/1.1 408")
+
+
 def test_a_port_that_is_taken_is_told_and_nothing_is_left(upstream: helpers_proxy.Upstream, tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         address = f"127.0.0.1:{taken.getsockname()[1]}"

@@ -155,6 +155,26 @@ def test_a_torn_end_is_cut_and_told(upstream: helpers_proxy.Upstream, client: ht
     assert len(rows(copy)) == 1
 
 
+def test_a_call_that_the_disk_damaged_costs_no_other_and_is_told(
+    upstream: helpers_proxy.Upstream, client: httpx2.Client, tmp_path: Path
+) -> None:
+    folder, copy = tmp_path / "trace", tmp_path / "copy"
+    with helpers_proxy.inside(folder, upstream.url) as found:
+        for name in ("a", "b", "c"):
+            asked = chat("w611", request_id=name)
+            assert client.post(found.url + CHAT, json=asked, headers={"X-Memopd-Episode": name}).status_code == 200
+        shutil.copytree(folder, copy)
+    (log,) = copy.glob("journal-*.log")
+    raw = log.read_bytes()
+    at = raw.index(b'"episode":"b"')
+    log.write_bytes(raw[:at] + b"X" + raw[at + 1 :])
+    damaged = log.read_bytes()
+    finished = helpers_proxy.run("record", "--finish", "-o", str(copy))
+    assert finished.returncode == 0 and "are damaged, and calls in them are lost" in finished.stderr
+    assert [(i.extra or {})["response_id"] for i in rows(copy)] == ["a", "c"] and validate(copy, "lineage").clean
+    assert log.with_name(f"{log.name}.damaged").read_bytes() == damaged
+
+
 def test_a_folder_that_is_no_recording_or_is_one_already_is_left_alone(
     upstream: helpers_proxy.Upstream, tmp_path: Path
 ) -> None:

@@ -14,12 +14,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from memopd_trace import Invocation, Sampling
-from memopd_trace.errors import UsageError
+from memopd_trace.errors import InputError, UsageError
 from memopd_trace.record.checks import check_episode
 from memopd_trace.record.proxy.answer import Answer, for_client
 from memopd_trace.record.proxy.episodes import Episodes
 from memopd_trace.record.proxy.headers import Declared, Labels, read_labels, to_client, to_upstream
-from memopd_trace.record.proxy.journal import Journal, journal_files, read_journal
+from memopd_trace.record.proxy.journal import Found, Journal, journal_files, read_journal
 from memopd_trace.record.proxy.jsonedit import without
 from memopd_trace.record.proxy.options import listen_address, upstream_url
 from memopd_trace.record.proxy.records import CallRecord, EndRecord, RewardRecord, Sampled, from_bytes, to_bytes
@@ -290,18 +290,43 @@ def test_wherever_a_journal_is_torn_all_whole_records_are_read(tmp_path: Path) -
     records = written(tmp_path, 3)
     (path,) = journal_files(tmp_path)
     raw = path.read_bytes()
-    assert read_journal(path) == (b"meta", records, 0)
+    assert read_journal(path) == Found(b"meta", records)
     last = len(raw) - len(records[-1]) - 8
     for cut in [*range(last, last + 12), *range(last + 12, len(raw), 61), len(raw) - 1]:
         path.write_bytes(raw[:cut])
-        assert read_journal(path) == (b"meta", records[:2], cut - last)
+        assert read_journal(path) == Found(b"meta", records[:2], cut - last)
         assert path.stat().st_size == last, "cut, so that what is appended is found"
     path.write_bytes(raw[:-1] + bytes([raw[-1] ^ 1]))
-    assert read_journal(path)[1] == records[:2]
+    assert read_journal(path).records == records[:2]
     path.write_bytes(raw + bytes(4096))
-    assert read_journal(path) == (b"meta", records, 4096), "zeros are what some file systems leave"
+    assert read_journal(path) == Found(b"meta", records, 4096), "zeros are what some file systems leave"
     path.write_bytes(b"")
-    assert read_journal(path) == (None, [], 0)
+    assert read_journal(path) == Found(None, [])
+
+
+def test_a_damaged_record_costs_none_of_those_behind_it_and_a_foreign_file_is_left_alone(tmp_path: Path) -> None:
+    records = written(tmp_path, 4)
+    (path,) = journal_files(tmp_path)
+    raw = path.read_bytes()
+    first, second = 8 + len(b"meta"), 8 + len(records[0])
+    for at in (
+        first,
+        first + 3,
+        first + 5,
+        first + 9,
+        first + 40,
+        first + second - 1,
+    ):  # its length, checksum, text, end
+        path.write_bytes(raw[:at] + bytes([raw[at] ^ 0x40]) + raw[at + 1 :])
+        assert read_journal(path) == Found(b"meta", records[1:], 0, second)
+        assert path.stat().st_size == len(raw), "nothing of it is cut off"
+    path.write_bytes(bytes([raw[0] ^ 0x40]) + raw[1:])
+    assert read_journal(path) == Found(None, records, 0, first)
+    for foreign in (b"some notes of mine\n" * 9, b'[{"a": 1}, {"b": 2}]', b"PAR1" * 9):
+        path.write_bytes(foreign)
+        with pytest.raises(InputError, match="is no journal of a recording"):
+            read_journal(path)
+        assert path.read_bytes() == foreign
 
 
 def test_a_journal_file_goes_when_all_its_episodes_are_in_the_trace(tmp_path: Path) -> None:
@@ -319,7 +344,7 @@ def test_a_journal_file_goes_when_all_its_episodes_are_in_the_trace(tmp_path: Pa
         await journal.close()
 
     asyncio.run(write())
-    assert [len(read_journal(p)[1]) for p in journal_files(tmp_path)][:2] == [1, 1]
+    assert [len(read_journal(p).records) for p in journal_files(tmp_path)][:2] == [1, 1]
 
 
 def test_labels_are_read_from_headers_and_the_key() -> None:

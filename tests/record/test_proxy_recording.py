@@ -218,6 +218,11 @@ def test_rewards_and_ends(client: httpx2.Client, inside: helpers_proxy.Inside) -
     assert own("reward", episode="b", reward=2).status_code == 409
     for wrong in ({"reward": "much"}, {"reward": True}, {"rewards": [1]}, {}, {"reward": 1, "more": 2}):
         assert own("reward", episode="a", **wrong).status_code == 400
+    huge, unwritable = {"reward": 10**400}, {"rewards": {"\ud800": 1}}  # which no float and no table can hold
+    for wrong in (huge, {"rewards": {"a": 10**400}}, unwritable, {"rewards": {"": 1}}, {"rewards": {"a\nb": 1}}):
+        body = json.dumps({"episode": "a", **wrong})
+        answer = client.post(f"{inside.url}/memopd/reward", content=body, headers={"Content-Type": "application/json"})
+        assert answer.status_code == 400, answer.text
     assert client.post(f"{inside.url}/memopd/end", content=b'{"episode": "a"}').status_code == 400, "no JSON type"
     assert own("end", episode="a", reward=1, truncated=True).status_code == 200
     assert own("end", episode="a").status_code == 409

@@ -10,7 +10,20 @@ Needs the extra `record`: starlette, uvicorn, httpx2.
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, Any
+
 from memopd_trace.record.proxy.options import Options, listen_address, upstream_url
-from memopd_trace.record.proxy.server import record
+
+if TYPE_CHECKING:
+    from memopd_trace.record.proxy.server import record
 
 __all__ = ["Options", "listen_address", "record", "upstream_url"]
+
+
+def __getattr__(name: str) -> Any:
+    """`record` needs the extra; what hooks share with the proxy does not."""
+    if name != "record":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from memopd_trace.record.proxy.server import record
+
+    return record

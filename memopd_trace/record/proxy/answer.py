@@ -15,14 +15,16 @@ import numpy as np
 from memopd_trace.errors import UsageError
 from memopd_trace.invocation import IDS
 from memopd_trace.record.prompt import as_ids
+from memopd_trace.record.proxy.dialect import decode_routes, in_vllms_form
 from memopd_trace.record.proxy.jsonedit import without
-from memopd_trace.record.proxy.records import Logprobs, Sampled
+from memopd_trace.record.proxy.records import Logprobs, Routes, Sampled
 from memopd_trace.record.proxy.request import Request
 
 FINISH = {"stop": "stop", "length": "length", "tool_calls": "tool_calls", "function_call": "tool_calls",
           "abort": "abort", "content_filter": "content_filter"}  # fmt: skip
 UPSTREAM_ERROR = "the upstream ended with an error"
 NO_IDS = "the upstream gives no ids"
+IN_FRONT = {"prompt_token_ids", "sglext"}  # members of the answer itself, not of its choices
 LOWEST = -1000.0  # nats; at or below it stands a filler (vLLM's is -9999), not a log-probability
 MAX_TOKENS = 2**22  # of one output
 
@@ -36,6 +38,7 @@ class _Output:
     logprobs: list[Any] | None = field(default_factory=list)
     finish: str | None = None
     stop_reason: str | None = None
+    routes: Routes | None = None
 
 
 class Answer:
@@ -45,10 +48,12 @@ class Answer:
         self._request = request
         self._outputs: dict[int, _Output] = {}
         self._prompt: IDS | None = None
+        self._prompt_routes: Routes | None = None  # where they are not among each output's
         self._usage: dict[str, Any] = {}
         self._tokens = 0
         self.id: str | None = None
         self.model: str | None = None
+        self.weight_version: int | None = None
         self.why_not: str | None = None
 
     def feed(self, document: Any) -> None:
@@ -91,10 +96,14 @@ class Answer:
         if document.get("error") is not None:
             self.why_not = UPSTREAM_ERROR
             return
+        if self._request.dialect == "sglang":
+            document = in_vllms_form(document)
         self.id = self.id or _text(document.get("id"))
         self.model = self.model or _text(document.get("model"))
         if document.get("usage") is not None:
             self._usage = dict(document["usage"])
+        if document.get("prompt_routed_experts") is not None:
+            self._prompt_routes = _routes(document["prompt_routed_experts"])
         if self._prompt is None and document.get("prompt_token_ids") is not None:
             self._prompt = self._ids(document["prompt_token_ids"])
         for place, choice in enumerate(document.get("choices") or ()):
@@ -112,6 +121,9 @@ class Answer:
             self._logprobs(output, choice.get("logprobs"), len(new))
         elif _has_content(choice):
             self.why_not = NO_IDS
+        if choice.get("routed_experts") is not None:
+            output.routes = _routes(choice["routed_experts"])
+        self.weight_version = choice.get("weight_version", self.weight_version)
         output.finish = output.finish or _text(choice.get("finish_reason"))
         reason = choice.get("stop_reason")
         output.stop_reason = _text(str(reason) if type(reason) is int else reason) or output.stop_reason
@@ -134,7 +146,7 @@ class Answer:
         if items is None or len(items) != count:
             output.logprobs = None
         else:
-            output.logprobs += [_logprob(item) for item in items]
+            output.logprobs += [as_logprob(item) for item in items]
 
     def _check_usage(self) -> None:
         """The upstream's own counts, where it gives them with the answer: an output of which ids are missing shows."""
@@ -158,16 +170,18 @@ class Answer:
             extra["finish_reason"] = output.finish
         if finish is None and broken_off:
             finish = "abort"
-        return Sampled(number, prompt, ids, logprobs, finish, extra)
+        routes = output.routes
+        if routes is not None and self._prompt_routes is not None:
+            routes = np.concatenate([self._prompt_routes, routes])
+        return Sampled(number, prompt, ids, logprobs, finish, extra, routes)
 
 
 def for_client(text: str, document: Any, request: Request) -> str | None:
     """An answer (or one event's part of it) as the client would have got it without the proxy: null where it did not
     ask for ids or log-probabilities; `None` for an event that it would not have got at all."""
-    if not request.asked_ids and not request.asked_logprobs and _only_for_ids(document):
+    if {"token_ids", "logprobs"} <= request.hidden and _only_for_ids(document):
         return None
-    hidden = [] if request.asked_ids else ["token_ids", "prompt_token_ids"]
-    return without(text, hidden[1:], hidden if request.asked_logprobs else [*hidden, "logprobs"])
+    return without(text, request.hidden & IN_FRONT, request.hidden)
 
 
 def _only_for_ids(document: Any) -> bool:
@@ -183,6 +197,14 @@ def _has_content(choice: dict[str, Any]) -> bool:
     return any(said.get(name) for name in ("content", "text", "tool_calls", "reasoning", "reasoning_content"))
 
 
+def _routes(value: Any) -> Routes:
+    """Expert routes; of what is none an empty array, which the rules find too short."""
+    try:
+        return decode_routes(value)
+    except (TypeError, ValueError):
+        return np.zeros(0, np.int16)
+
+
 def _text(value: Any) -> str | None:
     """A text as a table can hold it."""
     if not isinstance(value, str) or not value:
@@ -190,7 +212,7 @@ def _text(value: Any) -> str | None:
     return value[:1024].encode("utf-8", "backslashreplace").decode()
 
 
-def _logprob(value: Any) -> float:
+def as_logprob(value: Any) -> float:
     """Nats; NaN where there is none. A number that is no log-probability is kept, for the rules to refuse."""
     if isinstance(value, int | float) and not isinstance(value, bool) and value > LOWEST and not math.isinf(value):
         return float(value)

@@ -16,7 +16,7 @@ from starlette.types import Receive, Scope, Send
 from memopd_trace.errors import UsageError
 from memopd_trace.record.proxy.calls import Call, pass_through
 from memopd_trace.record.proxy.exchange import BrokenOff, Client, ClientGone, Refused
-from memopd_trace.record.proxy.headers import read_labels
+from memopd_trace.record.proxy.headers import MAX_LABEL, read_labels
 from memopd_trace.record.proxy.journal import JournalFailed
 from memopd_trace.record.proxy.options import Options
 from memopd_trace.record.proxy.recording import Begun, Recording
@@ -165,9 +165,11 @@ def _reward_of(asked: dict[str, Any]) -> RewardRecord:
     reward, rewards, response_id = asked.get("reward"), asked.get("rewards"), asked.get("response_id")
     parts = rewards if isinstance(rewards, dict) else {}
     numbers = [*([] if reward is None else [reward]), *parts.values()]
-    fits = all(isinstance(v, int | float) and not isinstance(v, bool) and math.isfinite(v) for v in numbers)
+    fits = all(_is_finite(v) for v in numbers)
     if not fits or not numbers or (rewards is not None and not isinstance(rewards, dict)):
         raise Refused(400, "a reward is a finite number, rewards an object of such", "bad_body")
+    if not all(0 < len(name) <= MAX_LABEL and name.isprintable() for name in parts):
+        raise Refused(400, f"a reward's name is printable and has 1 to {MAX_LABEL} characters", "bad_body")
     if response_id is not None and not isinstance(response_id, str):
         raise Refused(400, "response_id is a string", "bad_body")
     return RewardRecord(
@@ -176,3 +178,11 @@ def _reward_of(asked: dict[str, Any]) -> RewardRecord:
         rewards={k: float(v) for k, v in parts.items()} or None,
         response_id=response_id,
     )
+
+
+def _is_finite(value: Any) -> bool:
+    """Whether it is a number that a float can hold."""
+    try:
+        return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    except OverflowError:  # a whole number of some hundred digits
+        return False

@@ -69,6 +69,8 @@ class Call:
             await pass_through(self._client, self._upstream, body)
             return
         self._request_read, self._answer = request, Answer(request)
+        assert self._episode is not None  # else `why_not` said so
+        self._recording.episodes.begin_call(self._episode)
         try:
             async with self._upstream.slot():
                 await self._ask(request, request.amended)
@@ -77,6 +79,8 @@ class Call:
         except (asyncio.CancelledError, ClientGone):
             self._give_up("given up by the client")
             raise
+        finally:
+            self._recording.episodes.end_call(self._episode)
 
     def _labels(self) -> Labels:
         try:
@@ -96,7 +100,7 @@ class Call:
             return Request(kind, body, why_not="malformed request")
         if plain is None:
             raise Refused(413, f"the body exceeds {self._options.max_body} bytes", "body_too_large")
-        return read_request(kind, plain, self._options.defaults)
+        return read_request(kind, plain, self._options.defaults, self._options.dialect, self._options.expert_routes)
 
     def _why_not(self, labels: Labels) -> str | None:
         if self._episode is None:
@@ -230,7 +234,7 @@ class Call:
         if model is None or self._episode is None:
             self._answer.why_not = "a model that the recording does not know"
             return None
-        version = labels.policy_version
+        version = self._answer.weight_version if labels.policy_version is None else labels.policy_version
         if accepted is False:  # nothing was earned or ended by it
             labels = dataclasses.replace(labels, reward=None, end=None)
         return CallRecord(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from dataclasses import dataclass, field
 
@@ -15,8 +16,6 @@ from memopd_trace.record.proxy.headers import Labels
 from memopd_trace.record.proxy.records import CallRecord, Record, RewardRecord
 from memopd_trace.record.proxy.rows import Earlier, make_row
 
-BUILDS_ON = ("extend", "rewrite", "spawn")
-
 
 @dataclass(slots=True)
 class _Open:
@@ -25,6 +24,7 @@ class _Open:
     earlier: Earlier = field(default_factory=Earlier)
     group: str | None = None
     task: str | None = None
+    heard: float = 0.0  # when the last record came, by the monotonic clock
 
     @property
     def rows(self) -> list[Invocation]:
@@ -39,6 +39,7 @@ class Episodes:
         self._metadata, self._pieces = metadata, pieces
         self._open: dict[str, _Open] = {}
         self._closed: set[str] = set()
+        self._under_way: Counter[str] = Counter()
         self.ended: list[Episode] = []
         self.rows = 0
         self.notes: Counter[str] = Counter()
@@ -78,9 +79,27 @@ class Episodes:
             )
         if isinstance(record, RewardRecord):
             self._reward(self._open[record.episode], record)
+            self._open[record.episode].heard = time.monotonic()
         else:
             self._end(record.episode, record.end)
         return True
+
+    def begin_call(self, episode_id: str) -> None:
+        """A call of an episode is under way, which is not idle while it is."""
+        self._under_way[episode_id] += 1
+
+    def end_call(self, episode_id: str) -> None:
+        """It is not any more."""
+        self._under_way[episode_id] -= 1
+        if not self._under_way[episode_id]:
+            del self._under_way[episode_id]
+            if episode_id in self._open:
+                self._open[episode_id].heard = time.monotonic()
+
+    def idle(self, seconds: float) -> list[str]:
+        """The open episodes of which nothing was heard for so long, and of which no call is under way."""
+        until = time.monotonic() - seconds
+        return [name for name, e in self._open.items() if e.heard <= until and name not in self._under_way]
 
     def end_all(self) -> None:
         """Hand over what is open; how these episodes ended is not known."""
@@ -99,6 +118,7 @@ class Episodes:
         made = self._outputs(record, known.earlier)
         if not made:
             return False
+        known.heard = time.monotonic()
         known.group = known.group or record.labels.group
         known.task = known.task or record.labels.task
         self._open[record.episode] = known
@@ -128,10 +148,8 @@ class Episodes:
         """An attempt that was sent again is not the one that was used, unless a call goes on from it."""
         if row.relation != "retry" or row.parent_index is None:
             return
-        first = earlier.rows[row.parent_index]
-        used = any(i.parent_index == row.parent_index and i.relation in BUILDS_ON for i in earlier.rows)
-        if first.accepted is None and not used:
-            earlier.rows[row.parent_index] = first.replace(accepted=False, output_loss_mask=None)
+        if earlier.unused(row.parent_index):
+            earlier.give_up(earlier.rows[row.parent_index])
 
     def _reward(self, known: _Open, record: RewardRecord) -> None:
         row = known.earlier.named(record.response_id) if record.response_id is not None else known.rows[-1]

@@ -33,7 +33,7 @@ class BrokenOff(Exception):
 
 
 class Client:
-    """The client's side of one exchange. `stall` is how many seconds it may take to accept a chunk."""
+    """The client's side of one exchange. `stall` is how many seconds it may take to send or to accept a chunk."""
 
     def __init__(self, scope: Scope, receive: Receive, send: Send, stall: float) -> None:
         self._receive, self._send, self._stall = receive, send, stall
@@ -52,7 +52,7 @@ class Client:
         """The request's body.
 
         Raises:
-            Refused: it exceeds `limit` bytes (413).
+            Refused: it exceeds `limit` bytes (413), or nothing of it came for `stall` seconds (408).
             ClientGone: the client went away meanwhile.
         """
         too_large = Refused(413, f"the body exceeds {limit} bytes", "body_too_large")
@@ -61,7 +61,11 @@ class Client:
             raise too_large
         parts, size = [], 0
         while True:
-            message = await self._receive()
+            try:
+                async with asyncio.timeout(self._stall):
+                    message = await self._receive()
+            except TimeoutError:
+                raise Refused(408, f"nothing of the body came for {self._stall:g} s", "body_stalled") from None
             if message["type"] == "http.disconnect":
                 raise ClientGone
             size += len(message.get("body", b""))

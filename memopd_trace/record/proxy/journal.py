@@ -3,7 +3,8 @@
 Files `journal-000000.log`, … in the recording's folder. Each begins with the trace's metadata; a record is its length
 and CRC-32 (two little-endian uint32) and its bytes. Records that wait are written together and synced once (group
 commit): `append` returns when its record is on disk, and only then is a client given the end of its answer. A kill can
-leave a record half written at the end; nobody was told that it is there, and it is cut off when the log is read.
+leave a record half written at the end; nobody was told that it is there, and it is cut off when the log is read. A
+record that a disk has damaged costs none of those behind it.
 """
 
 from __future__ import annotations
@@ -15,15 +16,17 @@ import struct
 import zlib
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from io import FileIO
 from pathlib import Path
-from typing import IO
 
 from memopd_trace.disk import sync_folder
 from memopd_trace.errors import InputError, first_line
 
 FRAME = struct.Struct("<II")
 MAX_RECORD = 2**30
+MAX_METADATA = 2**24
+LENGTH, MARK = 4, b'{"type":"'  # how a record begins (see `records`): the length of its text, and that
 ROLL_BYTES = 64 * 2**20  # a file that is longer gets a successor
 
 
@@ -153,36 +156,72 @@ def journal_files(folder: Path) -> list[Path]:
     return sorted(folder.glob("journal-[0-9][0-9][0-9][0-9][0-9][0-9].log"))
 
 
-def read_journal(path: Path) -> tuple[bytes | None, list[bytes], int]:
-    """(the metadata, `None` where not even that was written; the records; how many torn bytes were cut off the end).
+@dataclass(frozen=True, slots=True)
+class Found:
+    """What a file of the log holds: the metadata (`None` where not even that is whole) and the records; how many `torn`
+    bytes were cut off its end, and how many in front of whole records are `damaged`, which stay in the file."""
+
+    metadata: bytes | None
+    records: list[bytes]
+    torn: int = 0
+    damaged: int = 0
+
+
+def read_journal(path: Path) -> Found:
+    """Read a file of the log. What is torn at its end is cut off. What is damaged in the middle is no torn write: calls
+    that were promised are lost in it, but none behind it.
 
     Raises:
-        InputError: the file cannot be read, or not be cut.
+        InputError: the file cannot be read, or not be cut, or is none of a recording; it is then left as it was.
     """
     try:
         with path.open("r+b") as file:
-            whole, found = 0, []
-            for record in _records(file):
-                whole += FRAME.size + len(record)
-                found.append(record)
-            torn = os.fstat(file.fileno()).st_size - whole
-            if torn:
+            data = file.read()
+            frames = list(_frames(data))
+            if not frames and not _may_be_torn(data):
+                raise InputError(f"{path}: is no journal of a recording", code="E-UNREADABLE")
+            whole = frames[-1].stop if frames else 0
+            if len(data) > whole:
                 file.truncate(whole)
                 os.fsync(file.fileno())
     except OSError as error:
         raise InputError(f"{path}: cannot be read: {error.strerror or error}") from None
-    return (found[0], found[1:], torn) if found else (None, [], torn)
+    damaged = whole - sum(FRAME.size + len(data[f]) for f in frames)
+    first = frames.pop(0) if frames and frames[0].start == FRAME.size else None
+    return Found(None if first is None else data[first], [data[f] for f in frames], len(data) - whole, damaged)
 
 
-def _records(file: IO[bytes]) -> Iterator[bytes]:
-    while len(frame := file.read(FRAME.size)) == FRAME.size:
-        length, checksum = FRAME.unpack(frame)
-        if not 0 < length <= MAX_RECORD:  # 0: a file system may leave zeros where a write was torn
-            return
-        data = file.read(length)
-        if len(data) < length or zlib.crc32(data) != checksum:
-            return
-        yield data
+def _frames(data: bytes) -> Iterator[slice]:
+    """Where the whole records stand. What is damaged is passed over, up to the next one."""
+    at = 0
+    while at < len(data):
+        found = _frame(data, at)
+        if found is None:
+            mark = data.find(MARK, at + 1 + FRAME.size + LENGTH)
+            if mark < 0:
+                return
+            at = mark - FRAME.size - LENGTH
+        else:
+            yield found
+            at = found.stop
+
+
+def _frame(data: bytes, at: int) -> slice | None:
+    """The record whose frame begins at `at`."""
+    start = at + FRAME.size
+    if start > len(data):
+        return None
+    length, checksum = FRAME.unpack_from(data, at)
+    if not 0 < length <= min(MAX_RECORD, len(data) - start):  # 0: a file system may leave zeros where a write was torn
+        return None
+    return slice(start, start + length) if zlib.crc32(data[start : start + length]) == checksum else None
+
+
+def _may_be_torn(data: bytes) -> bool:
+    """Whether this is what a kill leaves of a file of the log that had just been begun: its first bytes, or zeros."""
+    if len(data) < FRAME.size or not data.strip(b"\0"):
+        return True
+    return FRAME.unpack_from(data)[0] <= MAX_METADATA and data[FRAME.size : FRAME.size + 1] in (b"", b"{", b"\0")
 
 
 def _framed(data: bytes) -> bytes:

@@ -7,6 +7,7 @@ from urllib.parse import urlsplit
 
 from memopd_trace.errors import UsageError
 from memopd_trace.invocation import Sampling
+from memopd_trace.record.proxy.dialect import Dialect
 
 MIB = 2**20
 
@@ -16,15 +17,19 @@ class Options:
     """Sizes are bytes, times seconds.
 
     `upstream` has no path behind which `/v1/...` stands (see `upstream_url`). `episode` takes the calls that name none;
-    without it they are not recorded. `logprob_kind` is what the upstream's log-probabilities are; `defaults` how it
-    samples where a request is silent (`None` = not known). `max_calls` run at the upstream at once, `max_waiting` more
-    wait for it. `timeout` bounds the wait for the upstream's next byte, `stall` that for a client to take one.
+    without it they are not recorded. `dialect` is how the upstream is asked for ids, `expert_routes` whether for these
+    too. `logprob_kind` is what the upstream's log-probabilities are; `defaults` how it samples where a request is
+    silent (`None` = not known). `max_calls` run at the upstream at once, `max_waiting` more wait for it. `timeout`
+    bounds the wait for the upstream's next byte, `stall` that for a client to take one. An episode of which nothing was
+    heard for `idle` is ended (0 = never).
     """
 
     upstream: str
     host: str = "127.0.0.1"
     port: int = 8100
     episode: str | None = None
+    dialect: Dialect = "vllm"
+    expert_routes: bool = False
     logprob_kind: str = "unknown"
     defaults: Sampling | None = None
     policy_version: int | None = None
@@ -35,6 +40,7 @@ class Options:
     max_answer: int = 256 * MIB
     timeout: float = 600.0
     stall: float = 120.0
+    idle: float = 4 * 3600.0
     grace: float = 10.0
     part_rows: int = 4096
     part_seconds: float = 60.0

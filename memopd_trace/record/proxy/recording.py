@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import shutil
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
@@ -19,16 +20,17 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from memopd_trace.disk import exclusive, remove_leftovers
-from memopd_trace.errors import InputError, UsageError
+from memopd_trace.errors import InputError, UsageError, first_line
 from memopd_trace.metadata import KEY, TraceMetadata, parse_metadata
 from memopd_trace.pieces import Pieces
 from memopd_trace.places import file_sha256
 from memopd_trace.record.proxy.episodes import Episodes
 from memopd_trace.record.proxy.journal import Journal, JournalFailed, journal_files, read_journal
 from memopd_trace.record.proxy.options import Options
-from memopd_trace.record.proxy.records import CallRecord, Record, from_bytes, to_bytes
+from memopd_trace.record.proxy.records import CallRecord, EndRecord, Record, from_bytes, to_bytes
 from memopd_trace.storage import MANIFEST, write, write_manifest
 
+IDLE = "episodes that were ended because nothing was heard of them"
 Notice = Callable[[str], None]
 
 
@@ -64,17 +66,21 @@ def begin(
         raise UsageError(f"{folder}: is not empty, and no recording", hint="record into another folder")
     with exclusive(folder, "recording into"):
         remove_leftovers(folder)
-        logs = [(path, *read_journal(path)) for path in journal_files(folder)]
-        stored = next((metadata for _, metadata, _, _ in logs if metadata is not None), None)
+        logs = {path: read_journal(path) for path in journal_files(folder)}
+        stored = next((log.metadata for log in logs.values() if log.metadata is not None), None)
         metadata = make_metadata() if stored is None else parse_metadata({KEY: stored}, where=str(folder))
         _check_tokenizer(folder, metadata, pieces)
         begun = Begun(folder, metadata, Episodes(metadata, pieces), notice)
         begun.in_parts = _episodes_in_parts(folder)
         begun.episodes.close_known(begun.in_parts)
-        for path, _, records, torn in logs:
-            if torn:
-                notice(f"{path.name}: {torn} bytes of a call that was not finished were cut off")
-            begun.files[path] = _replay(path, records, begun)
+        for path, log in logs.items():
+            if log.torn:
+                notice(f"{path.name}: {log.torn} bytes of a call that was not finished were cut off")
+            if log.damaged:
+                kept = path.with_name(f"{path.name}.damaged")
+                shutil.copyfile(path, kept)
+                notice(f"{path.name}: {log.damaged} bytes are damaged, and calls in them are lost; {kept.name} has all")
+            begun.files[path] = _replay(path, log.records, begun)
         if begun.replayed:
             notice(f"{folder}: an earlier run is gone on with; taken up from its journal: {begun.replayed}")
         yield begun
@@ -133,7 +139,8 @@ class Recording:
         self.failure: str | None = None
         self._parts = len(list(self.folder.glob("part-*.parquet")))
         self._writing = asyncio.Lock()
-        self._timer: asyncio.Task[None] | None = asyncio.get_running_loop().create_task(self._write_in_time())
+        loop = asyncio.get_running_loop()
+        self._timers = [loop.create_task(self._write_in_time()), loop.create_task(self._end_idle())]
         self._jobs: set[asyncio.Task[None]] = set()
 
     async def commit(self, record: Record) -> bool:
@@ -166,9 +173,8 @@ class Recording:
 
     async def close(self) -> None:
         """End the recording: what is open is written as it is, and the manifest. After a failure the journal stays."""
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
+        while self._timers:
+            self._timers.pop().cancel()
         await asyncio.gather(*self._jobs, return_exceptions=True)
         await self.journal.close()
         self.failure = self.failure or self.journal.failure
@@ -219,6 +225,17 @@ class Recording:
             await asyncio.sleep(self._options.part_seconds)
             await self._write_part()
 
+    async def _end_idle(self) -> None:
+        """End episodes of which nothing is heard any more, as by a request: the journal says that they have ended."""
+        seconds = self._options.idle
+        while seconds:
+            await asyncio.sleep(min(seconds / 4, 60.0))
+            for episode in self.episodes.idle(seconds):
+                with contextlib.suppress(UsageError, JournalFailed):
+                    self._take(EndRecord(episode=episode, end=None))  # without a pause, in which a call could begin
+                    self.episodes.notes[IDLE] += 1
+                    self._tell("an episode was ended", [f"nothing was heard of it for {seconds:g} s"])
+
     async def _write_part(self, last: bool = False) -> None:
         """Write the episodes that have ended as one part; with `last` also where none have and there is no part yet."""
         async with self._writing:
@@ -228,8 +245,9 @@ class Recording:
             path = self.folder / f"part-{self._parts:05d}.parquet"
             try:
                 await asyncio.to_thread(write, path, self.metadata, [row for episode in ready for row in episode])
-            except OSError as error:
-                self.failure = f"{path}: {error.strerror or error}"
+            except Exception as error:  # whatever it is, the calls are in the journal, which then has to stay
+                what = error.strerror if isinstance(error, OSError) else first_line(error)
+                self.failure = f"{path}: {what or error}"
                 self.episodes.ended = ready + self.episodes.ended
                 return
             self._parts += 1

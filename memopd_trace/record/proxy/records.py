@@ -19,14 +19,16 @@ from memopd_trace.invocation import IDS, Sampling
 from memopd_trace.record.proxy.headers import Declared, Labels
 
 Logprobs = NDArray[np.float32]
+Routes = NDArray[np.int16]
 _LENGTH = struct.Struct("<I")
-_TYPES = {"i4": np.int32, "f4": np.float32}
+_TYPES = {"i4": np.int32, "f4": np.float32, "i2": np.int16}
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Sampled:
     """One output of a call: int32 ids of its prompt and of what was sampled, float32 log-probabilities (nats, NaN =
-    there is none; `None` = none for the whole)."""
+    there is none; `None` = none for the whole), int16 expert routes (flat, as in the format), float32 log of the mass
+    that was kept (nats). The journal holds no mass: no server tells it."""
 
     choice: int
     prompt: IDS
@@ -34,6 +36,8 @@ class Sampled:
     logprobs: Logprobs | None
     finish_reason: str | None
     extra: dict[str, str]
+    routes: Routes | None = None
+    kept_logmass: Logprobs | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -66,10 +70,10 @@ class RewardRecord:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EndRecord:
-    """The end of an episode: `terminated` or `truncated`."""
+    """The end of an episode: `terminated`, `truncated`, or `None` where it was only silent for too long."""
 
     episode: str
-    end: str
+    end: str | None
 
 
 Record = CallRecord | RewardRecord | EndRecord
@@ -112,12 +116,12 @@ def _plain(record: Record, arrays: list[NDArray[Any]]) -> dict[str, Any]:
         if id(s.prompt) not in prompts:
             prompts[id(s.prompt)] = len(arrays)
             arrays.append(s.prompt)
-        places: list[int | None] = [prompts[id(s.prompt)], len(arrays), None]
-        arrays.append(s.output)
-        if s.logprobs is not None:
-            places[2] = len(arrays)
-            arrays.append(s.logprobs)
-        outputs.append([s.choice, *places, s.finish_reason, s.extra])
+        places: list[int | None] = [prompts[id(s.prompt)]]
+        for array in (s.output, s.logprobs, s.routes):
+            places.append(None if array is None else len(arrays))
+            arrays += [] if array is None else [array]
+        *places, routes = places
+        outputs.append([s.choice, *places, s.finish_reason, s.extra, routes])
     plain = {name: getattr(record, name) for name in CallRecord.__dataclass_fields__}
     labels, sampling = asdict(record.labels), None if record.sampling is None else asdict(record.sampling)
     return plain | {"outputs": outputs, "labels": labels, "sampling": sampling}
@@ -128,10 +132,7 @@ def _record(kind: str, values: dict[str, Any], arrays: Sequence[NDArray[Any]]) -
         return RewardRecord(**values)
     if kind == "EndRecord":
         return EndRecord(**values)
-    outputs = tuple(
-        Sampled(choice, arrays[prompt], arrays[output], None if logprobs is None else arrays[logprobs], finish, extra)
-        for choice, prompt, output, logprobs, finish, extra in values.pop("outputs")
-    )
+    outputs = tuple(_sampled(arrays, *output) for output in values.pop("outputs"))
     labels, sampling = values.pop("labels"), values.pop("sampling")
     segments = labels.pop("segments")
     declared = None if segments is None else tuple(Declared(**s) for s in segments)
@@ -141,3 +142,17 @@ def _record(kind: str, values: dict[str, Any], arrays: Sequence[NDArray[Any]]) -
         labels=Labels(**labels, segments=declared),
         sampling=None if sampling is None else Sampling(**sampling),
     )
+
+
+def _sampled(
+    arrays: Sequence[NDArray[Any]],
+    choice: int,
+    prompt: int,
+    output: int,
+    logprobs: int | None,
+    finish: str | None,
+    extra: dict[str, str],
+    routes: int | None = None,
+) -> Sampled:
+    found = [None if place is None else arrays[place] for place in (logprobs, routes)]
+    return Sampled(choice, arrays[prompt], arrays[output], found[0], finish, extra, found[1])

@@ -1,6 +1,7 @@
 """A client's request: what it asks for, whether its answer can be recorded, and the same request with ids asked for.
 
-What is added: `return_token_ids`, and log-probabilities of the sampled tokens. Neither changes what is sampled.
+What is added: what makes the engine tell ids (see `dialect`), and log-probabilities of the sampled tokens. Neither
+changes what is sampled.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from typing import Any, Literal
 
 from memopd_trace.invocation import Sampling
 from memopd_trace.record.modelfolder import SETTINGS, sampling_of
+from memopd_trace.record.proxy.dialect import Dialect, asks_for, cannot_tell
 
 Kind = Literal["chat", "completions"]
 
@@ -27,8 +29,8 @@ class Request:
     """One request for a model call.
 
     `body` is what the client sent, decoded; `amended` the same with ids asked for, `None` where the answer is not to
-    be recorded: `why_not` then says why. `choices` is how many outputs the answer will have. `sampling` is `None` where
-    not every setting is known.
+    be recorded: `why_not` then says why. `hidden` are the members of an answer that the client did not ask for.
+    `choices` is how many outputs the answer will have. `sampling` is `None` where not every setting is known.
     """
 
     kind: Kind
@@ -36,15 +38,17 @@ class Request:
     amended: bytes | None = None
     why_not: str | None = None
     stream: bool = False
-    asked_ids: bool = False
-    asked_logprobs: bool = False
+    dialect: Dialect = "vllm"
+    hidden: frozenset[str] = frozenset()
     choices: int = 1
     model: str | None = None
     sampling: Sampling | None = None
     extra: dict[str, str] = field(default_factory=dict)
 
 
-def read_request(kind: Kind, body: bytes, defaults: Sampling | None) -> Request:
+def read_request(
+    kind: Kind, body: bytes, defaults: Sampling | None, dialect: Dialect = "vllm", routes: bool = False
+) -> Request:
     """Read a request's body (JSON); one that cannot be read goes on as it is, for the upstream to refuse."""
     try:
         asked = json.loads(body.decode())
@@ -53,13 +57,13 @@ def read_request(kind: Kind, body: bytes, defaults: Sampling | None) -> Request:
     if not isinstance(asked, dict):
         return Request(kind, body, why_not="malformed request")
     stream = asked.get("stream") is True
-    why_not = _why_not(kind, asked)
+    why_not = _why_not(kind, asked) or cannot_tell(dialect, kind, stream)
     outputs = _outputs(kind, asked)
     if why_not or outputs is None:
         return Request(kind, body, why_not=why_not or "malformed request", stream=stream)
     logprobs = asked.get("logprobs")
     asked_logprobs = bool(logprobs) if kind == "chat" else logprobs is not None
-    more: dict[str, Any] = {"return_token_ids": True}
+    more = asks_for(dialect, routes)
     if kind == "completions" and not asked_logprobs:
         more["logprobs"] = 0
     elif not asked_logprobs and not asked.get("top_logprobs"):  # alone it is refused, and is to be
@@ -69,13 +73,24 @@ def read_request(kind: Kind, body: bytes, defaults: Sampling | None) -> Request:
         body,
         amended=json.dumps(asked | more, separators=(",", ":")).encode(),
         stream=stream,
-        asked_ids=bool(asked.get("return_token_ids")),
-        asked_logprobs=asked_logprobs,
+        dialect=dialect,
+        hidden=_hidden(dialect, asked, asked_logprobs),
         choices=outputs,
         model=asked["model"] if isinstance(asked.get("model"), str) else None,
         sampling=_sampling(asked, defaults),
-        extra=_extra(asked),
+        extra=shaped_by(asked),
     )
+
+
+def _hidden(dialect: Dialect, asked: dict[str, Any], asked_logprobs: bool) -> frozenset[str]:
+    """The members of an answer that the client would not have got."""
+    if dialect == "vllm":
+        members = {"token_ids": "return_token_ids", "prompt_token_ids": "return_token_ids"}
+    else:
+        members = {"prompt_token_ids": "return_prompt_token_ids", "meta_info": "return_meta_info"}
+        members["sglext"] = "return_routed_experts"
+    hidden = {member for member, flag in members.items() if not asked.get(flag)}
+    return frozenset(hidden if asked_logprobs else hidden | {"logprobs"})
 
 
 def inflate(data: bytes, encoding: str, limit: int) -> bytes | None:
@@ -111,12 +126,13 @@ def _why_not(kind: Kind, asked: dict[str, Any]) -> str | None:
         return "best_of"  # chosen among samples that are not shown
     if asked.get("prompt_embeds"):
         return "prompt embeddings"
-    if kind == "chat" and _has_media(asked.get("messages")):
+    if kind == "chat" and has_media(asked.get("messages")):
         return "media"
     return None
 
 
-def _has_media(messages: Any) -> bool:
+def has_media(messages: Any) -> bool:
+    """Whether a chat holds what is no text: what placeholders stand for cannot be told from ids."""
     for message in messages if isinstance(messages, list) else ():
         content = message.get("content") if isinstance(message, dict) else None
         for part in content if isinstance(content, list) else ():
@@ -152,8 +168,8 @@ def _sampling(asked: dict[str, Any], defaults: Sampling | None) -> Sampling | No
     return sampling_of(asked, defaults)
 
 
-def _extra(asked: dict[str, Any]) -> dict[str, str]:
-    """What else shaped the distribution and has no column."""
+def shaped_by(asked: dict[str, Any]) -> dict[str, str]:
+    """What else of the settings shaped the distribution and has no column."""
     found = {}
     for name in ("presence_penalty", "frequency_penalty"):
         value = asked.get(name)

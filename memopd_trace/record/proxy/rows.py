@@ -15,23 +15,30 @@ import numpy as np
 
 from memopd_trace.errors import UsageError
 from memopd_trace.invocation import Invocation, Segment
-from memopd_trace.lineage import is_extension
 from memopd_trace.metadata import TraceMetadata
+from memopd_trace.parents import Parents, relation_to, rewrite_kind
 from memopd_trace.pieces import Pieces
 from memopd_trace.record.checks import check_row
-from memopd_trace.record.infer import Lineage, infer_lineage, retry_of, rewrite_of, same_prompt
 from memopd_trace.record.proxy.headers import Declared, Labels
 from memopd_trace.record.proxy.records import CallRecord, Sampled
 
 EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
-NO_LOGPROBS = {"output_logprobs": None, "logprob_kind": None, "output_loss_mask": None}
+NO_LOGPROBS = {
+    "output_logprobs": None,
+    "logprob_kind": None,
+    "output_kept_logmass": None,
+    "output_loss_mask": None,
+}
 REMEDIES: dict[str, tuple[str, dict[str, Any]]] = {  # a code's beginning: what is said, what is left out
     "E-LOGPROB-": ("log-probabilities left out", NO_LOGPROBS),
     "E-SUPPORT-": ("log-probabilities left out", NO_LOGPROBS),
     "E-SEGMENT-": ("segments left out: they do not fit", {"segments": None}),
     "E-LOSS-CONTENT": ("segments left out: they do not fit", {"segments": None}),
+    "E-ROUTED-": ("expert routes left out: they do not fit", {"routed_experts": None}),
+    "E-FEATURE-": ("expert routes left out: not asked for", {"routed_experts": None}),
     "E-SAMPLING-": ("sampling left out: out of range", {"sampling": None}),
 }
+BUILDS_ON = ("extend", "rewrite", "spawn")
 LINEAGE = ("E-PARENT", "E-ROOT", "E-RELATION", "E-REWRITE", "E-DISCONTINUITY", "E-EXTEND", "E-RETRY", "E-FORK")
 
 
@@ -48,14 +55,26 @@ class Earlier:
 
     def __init__(self) -> None:
         self.rows: list[Invocation] = []
+        self.parents = Parents()
         self._places: dict[str, int] = {}
 
     def add(self, row: Invocation, response_id: str | None, choice: int) -> None:
         """Add a row; it can be named as `ID/CHOICE`, and the first output of a call as `ID`."""
         self.rows.append(row)
+        self.parents.add(row, row.parent_index)
         if response_id is not None:
             self._places.setdefault(response_id, row.invocation_index)
             self._places[f"{response_id}/{choice}"] = row.invocation_index
+
+    def give_up(self, row: Invocation) -> None:
+        """A row turned out to be an attempt that nobody used."""
+        self.rows[row.invocation_index] = row.replace(accepted=False, output_loss_mask=None)
+        self.parents.give_up(row.invocation_index)
+
+    def unused(self, index: int) -> bool:
+        """Whether nobody has said if a row was accepted, and no call goes on from it."""
+        used = any(i.parent_index == index and i.relation in BUILDS_ON for i in self.rows)
+        return self.rows[index].accepted is None and not used
 
     def named(self, name: str | None) -> Invocation | None:
         """The row that a client names."""
@@ -88,10 +107,13 @@ def make_row(
         if error.code is not None and not error.code.startswith(LINEAGE):
             raise
         notes.append("declared lineage not borne out by the ids")
-    found = infer_lineage(row, earlier.rows, again=labels.retry > 0, pieces=pieces)
+    found = earlier.parents.find(row, again=labels.retry > 0)
     if found.others:
         notes.append("parent ambiguous: the longest was taken")
-    return _checked(_with(row, found), earlier.rows, metadata, tuple(notes))
+        others = ",".join(map(str, found.others))
+        row = row.replace(extra={**(row.extra or {}), "parent_candidates": others})
+    columns = _columns(found.relation, found.index, row, earlier, pieces)
+    return _checked(row.replace(**columns), earlier.rows, metadata, tuple(notes))
 
 
 def _row(record: CallRecord, output: Sampled, earlier: Earlier) -> Invocation:
@@ -114,6 +136,8 @@ def _row(record: CallRecord, output: Sampled, earlier: Earlier) -> Invocation:
         accepted=record.accepted,
         output_logprobs=logprobs,
         logprob_kind=None if logprobs is None else record.logprob_kind,
+        output_kept_logmass=None if output.kept_logmass is None else np.ma.masked_invalid(output.kept_logmass),
+        routed_experts=output.routes,
         output_loss_mask=known if partly else None,  # without a log-probability a token is not to be trained
         sampling=record.sampling,
         policy_version=record.policy_version,
@@ -148,39 +172,38 @@ def _declared(row: Invocation, earlier: Earlier, labels: Labels, pieces: Pieces 
         return {"relation": "root"}
     if labels.parent is None and relation is None and kind is None:
         return None
-    parent = earlier.named(labels.parent) if labels.parent is not None else _latest(row, earlier.rows, relation)
+    parent = earlier.named(labels.parent) if labels.parent is not None else _latest(row, earlier, relation)
     if parent is None:
         raise UsageError("the declared parent is not there")
-    if relation is None and kind is None:
-        relation = _plain_relation(parent, row)
-    if relation in ("rewrite", None):
-        return rewrite_of(parent, row, pieces, kind)
-    if kind is not None:
+    if relation is None:
+        relation = "rewrite" if kind is not None else relation_to(parent, row)
+    if kind is not None and relation != "rewrite":
         raise UsageError(f"a rewrite, and {relation}")
+    return _columns(relation, parent.invocation_index, row, earlier, pieces, kind)
+
+
+def _latest(row: Invocation, earlier: Earlier, relation: str | None) -> Invocation | None:
     if relation == "retry":
-        return retry_of(parent, earlier.rows)
-    return {"parent_index": parent.invocation_index, "relation": relation}
+        twins = earlier.parents.same_prompt(row)
+        return earlier.rows[twins[-1]] if twins else None
+    return next((i for i in reversed(earlier.rows) if i.accepted is not False), None)
 
 
-def _latest(row: Invocation, rows: Sequence[Invocation], relation: str | None) -> Invocation | None:
+def _columns(
+    relation: str, parent: int | None, row: Invocation, earlier: Earlier, pieces: Pieces | None, kind: str | None = None
+) -> dict[str, Any]:
+    """The lineage columns of a row, of which a rewrite is of the declared `kind` or of the one that ids (and texts)
+    show, and a retry has a number that no other has."""
+    columns: dict[str, Any] = {"relation": relation, "parent_index": parent}
+    if relation == "rewrite" and parent is not None:
+        shown = kind or rewrite_kind(earlier.rows[parent], row, pieces)[0]
+        evidence = "inferred" if kind is None else "explicit"
+        columns |= {"rewrite_kind": shown, "rewrite_evidence": evidence}
     if relation == "retry":
-        return next((i for i in reversed(rows) if same_prompt(i, row)), None)
-    return next((i for i in reversed(rows) if i.accepted is not False), None)
-
-
-def _plain_relation(parent: Invocation, row: Invocation) -> str:
-    if is_extension(parent, row):
-        return "extend"
-    if same_prompt(parent, row):
-        return "retry" if parent.accepted is False else "fork"
-    return "rewrite"
-
-
-def _with(row: Invocation, found: Lineage) -> Invocation:
-    if not found.others:
-        return row.replace(**found.columns)
-    others = ",".join(map(str, found.others))
-    return row.replace(**found.columns, extra={**(row.extra or {}), "parent_candidates": others})
+        twins = reversed(earlier.parents.same_prompt(row))  # their numbers grow
+        numbers = (earlier.rows[i].attempt for i in twins)
+        columns["attempt"] = 1 + next((n for n in numbers if n is not None), 0)
+    return columns
 
 
 def _checked(row: Invocation, rows: Sequence[Invocation], metadata: TraceMetadata, notes: tuple[str, ...]) -> Made:

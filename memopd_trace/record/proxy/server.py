@@ -8,6 +8,7 @@ import signal
 import socket
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from memopd_trace.metadata import Gap, Model, Producer, Source, TraceMetadata
 from memopd_trace.pieces import Pieces
 from memopd_trace.record.modelfolder import read_model, unknown_model
 from memopd_trace.record.proxy.app import Proxy
+from memopd_trace.record.proxy.dialect import Dialect, dialect_of
 from memopd_trace.record.proxy.options import Options
 from memopd_trace.record.proxy.recording import Begun, Notice, Recording, begin
 from memopd_trace.record.proxy.upstream import Upstream, UpstreamFailed
@@ -36,13 +38,15 @@ def record(
     *,
     models: list[str] | None = None,
     tokenizer: Path | None = None,
+    dialect: Dialect | None = None,
     serve: bool = True,
     notice: Notice = lambda message: None,
     ready: Callable[[str, int], None] = lambda host, port: None,
 ) -> dict[str, Any]:
     """Record into `folder` until SIGINT or SIGTERM, and return the summary (`Recording.summary`). Without `serve` a
     recording that was killed is only finished. `models` are the names by which the upstream calls its models (asked of
-    it where not given), `tokenizer` is their folder; `ready` is told where the proxy listens.
+    it where not given), `tokenizer` is their folder; without a `dialect` it is asked what it is. `ready` is told where
+    the proxy listens.
 
     Raises:
         UsageError: as `begin`.
@@ -58,9 +62,11 @@ def record(
             notice(
                 "no tokenizer: the trace will not say what its ids mean, and cannot be scored; give the model's folder"
             )
-        names = models or asyncio.run(_ask_models(options))
-        return make_metadata(names, first)
+        names = models or [str(card["id"]) for card in asyncio.run(_ask_models(options))]
+        return make_metadata(names, first, routes=options.expert_routes)
 
+    if serve and dialect is None:
+        options = replace(options, dialect=_dialect(options, notice))
     if not serve:
         with begin(folder, metadata, pieces, notice) as begun:
             return asyncio.run(_finish(begun, options))
@@ -85,7 +91,11 @@ def listen(options: Options) -> socket.socket:
     """
     family = socket.AF_INET6 if ":" in options.host else socket.AF_INET
     try:
-        return socket.create_server((options.host, options.port), family=family, backlog=BACKLOG)
+        found = socket.create_server((options.host, options.port), family=family, backlog=BACKLOG)
+        # asyncio sets it on connections of its own sockets only; without it an answer's end waits for the client to
+        # acknowledge its head, which takes up to 40 ms. Connections have it from the socket that they came by.
+        found.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        return found
     except OSError as error:
         raise InputError(
             f"{options.host}:{options.port}: cannot be listened at: {error.strerror or error}",
@@ -93,34 +103,45 @@ def listen(options: Options) -> socket.socket:
         ) from None
 
 
-def make_metadata(names: list[str], first: Model | None) -> TraceMetadata:
-    """The metadata of a recording of these models; `first` is what their folder says, `None` where none was given."""
+def make_metadata(names: list[str], first: Model | None, *, routes: bool = False) -> TraceMetadata:
+    """The metadata of a recording of these models; `first` is what their folder says, `None` where none was given. With
+    `routes` rows may have expert routes."""
     known = {name: unknown_model(name) if first is None else first.model_copy(update={"name": name}) for name in names}
     gaps = [] if first is not None else [Gap(code="no_tokenizer", detail="what the ids mean was not told")]
     return TraceMetadata(
         producer=Producer(name="memopd-trace record", version=__version__),
         models=known,
         source=Source(format="openai-api", gaps=gaps),
+        required_features=["routed_experts"] if routes else [],
     )
 
 
-async def _ask_models(options: Options) -> list[str]:
-    """The names of the models that the upstream serves."""
+def _dialect(options: Options, notice: Notice) -> Dialect:
+    """What the upstream says that it is; one that cannot be asked yet is taken for vLLM."""
+    try:
+        return dialect_of(asyncio.run(_ask_models(options)))
+    except InputError as error:
+        notice(f"{error.message}; taken for vLLM (--dialect says otherwise)")
+        return "vllm"
+
+
+async def _ask_models(options: Options) -> list[dict[str, Any]]:
+    """The models that the upstream serves: each has an `id`."""
     upstream = Upstream(options)
     way_out = "start it first, or name its models with --model"
     try:
         async with upstream.send("GET", b"/v1/models", [(b"accept", b"application/json")], b"") as response:
             body = await upstream.body(response, MAX_MODELS_BODY)
-            names = [str(model["id"]) for model in json.loads(body)["data"]]
+            cards = [dict(model) for model in json.loads(body)["data"] if model["id"]]
     except UpstreamFailed as failed:
         raise InputError(f"{options.upstream}: {failed.message}", hint=way_out) from None
     except (ValueError, KeyError, TypeError, RecursionError):
         raise InputError(f"{options.upstream}: does not tell its models", hint=way_out) from None
     finally:
         await upstream.aclose()
-    if not names:
+    if not cards:
         raise InputError(f"{options.upstream}: serves no model", hint=way_out)
-    return names
+    return cards
 
 
 async def _finish(begun: Begun, options: Options) -> dict[str, Any]:
