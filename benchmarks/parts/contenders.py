@@ -117,7 +117,7 @@ def padded(bench: Bench, work: Workload) -> Outcome:
     states = work.states
     found: dict[int, np.ndarray] = {}
     tokens = pairs = 0
-    for batch in _batches(states, bench.max_tokens):
+    for batch in batches(states, bench.max_tokens):
         longest = max(len(states[n]) for n in batch)
         ids_BL = torch.zeros(len(batch), longest, dtype=torch.long)
         mask_BL = torch.zeros_like(ids_BL)
@@ -217,7 +217,7 @@ def _sampled(teacher: LoadedModel, hidden_RD: Tensor, targets_R: Tensor) -> np.n
     return torch.cat(parts).cpu().numpy()
 
 
-def _batches(states: Sequence[State], limit: int) -> Iterator[list[int]]:
+def batches(states: Sequence[State], limit: int) -> Iterator[list[int]]:
     """Indices of states, longest first, whose padded batch keeps to `limit` tokens."""
     batch: list[int] = []
     for n in sorted(range(len(states)), key=lambda n: -len(states[n])):
