@@ -13,13 +13,14 @@ In this order:
     root      none of these
 
 A call that was given up is nobody's parent but a retry's. No earlier call is compared with a prompt one by one: what a
-prompt costs is its own ids, read a few times.
+prompt costs is its own ids, read a few times, however often calls are repeated: of those with equal ids the latest
+`OTHERS` are looked at.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+import heapq
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,13 +32,14 @@ from memopd_trace.lineage import Difference, final_ids, inherited, is_extension,
 from memopd_trace.pieces import Pieces
 from memopd_trace.prefixtree import Match, PrefixTree
 
+OTHERS = 32  # so many are told, and of calls with equal ids looked at: calls may be repeated without end
 MARKS = 2  # ids of an output in front of its reasoning, at most: a mark and a line break
 
 
 @dataclass(frozen=True, slots=True)
 class Parent:
     """The parent that ids show: its index (`None` for a root) and the `relation` to it; `others` are the indices of
-    calls on other branches that the prompt follows as well: with any, the parent is a guess."""
+    calls on other branches that the prompt follows as well (`OTHERS` at most): with any, the parent is a guess."""
 
     relation: str
     index: int | None = None
@@ -111,25 +113,18 @@ class Parents:
         """The calls whose whole state the prompt begins with, the longest first, without ancestors of others; a call
         with the very state of the longest counts, whoever is whose parent."""
         found: list[int] = []
-        above: set[int] = set()
+        above = _Above(self._parents)
         longest = 0
-        for length, index in states.ends():
+        for length, index in states.ends(OTHERS):
             other = self._rows[index]
             if (index in above and length != longest) or not len(other.output_ids) or state_difference(other, row):
                 continue
             longest = longest or length
             found.append(index)
-            for known in self._line(index):
-                if known in above:
-                    break
-                above.add(known)
+            if len(found) > OTHERS:
+                break
+            above.add(index)
         return found
-
-    def _line(self, index: int | None) -> Iterator[int]:
-        """`index` and what it goes back to."""
-        while index is not None:
-            yield index
-            index = self._parents[index]
 
     def _key(self, row: Invocation) -> bytes:
         if self._last is None or self._last[0] is not row.prompt_ids:  # a call is found, and then added
@@ -137,6 +132,30 @@ class Parents:
             ids = np.ascontiguousarray(row.prompt_ids)
             self._last = row.prompt_ids, hashlib.blake2b(ids.data, digest_size=16).digest()
         return self._last[1]
+
+
+class _Above:
+    """Some calls and what they go back to. A line is walked no further down than is asked for: one may be as long as
+    the episode."""
+
+    def __init__(self, parents: list[int | None]) -> None:
+        self._parents = parents
+        self._seen: set[int] = set()
+        self._open: list[int] = []  # where each line has been walked to, as a heap of negative indices
+
+    def add(self, index: int) -> None:
+        """Take in a call."""
+        if index not in self:
+            self._seen.add(index)
+            heapq.heappush(self._open, -index)
+
+    def __contains__(self, index: int) -> bool:
+        while self._open and -self._open[0] > index:  # parents are earlier
+            before = self._parents[-heapq.heappop(self._open)]
+            if before is not None and before not in self._seen:
+                self._seen.add(before)
+                heapq.heappush(self._open, -before)
+        return index in self._seen
 
 
 def relation_to(parent: Invocation, row: Invocation) -> str:

@@ -7,6 +7,7 @@ once. To look one up reads each of its ids at most once, however many sequences 
 
 from __future__ import annotations
 
+import sys
 from bisect import bisect_left, insort
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -47,15 +48,18 @@ class Match:
     latest: int | None
     path: list[tuple[_Edge, int]]
 
-    def ends(self) -> Iterator[tuple[int, int]]:
+    def ends(self, most: int = sys.maxsize) -> Iterator[tuple[int, int]]:
         """(length, number) of the sequences with all of whose ids the looked-up one begins: longest first, of equal
-        ones the largest number."""
+        ones the largest numbers, `most` of them."""
         at = self.length
         for edge, same in reversed(self.path):
             at -= same
-            for place in range(bisect_left(edge.ends, (same + 1, NOBODY)) - 1, -1, -1):
-                offset, number = edge.ends[place]
-                yield at + offset, number
+            stop = bisect_left(edge.ends, (same + 1, NOBODY))
+            while stop:
+                start = bisect_left(edge.ends, (edge.ends[stop - 1][0], NOBODY))
+                for offset, number in reversed(edge.ends[max(start, stop - most) : stop]):
+                    yield at + offset, number
+                stop = start
 
 
 class PrefixTree:

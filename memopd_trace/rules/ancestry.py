@@ -1,26 +1,22 @@
 """Rules about which call a context goes on from, where the record is silent or the ids say otherwise; and attempts.
 
-A call is looked for among all earlier ones by the last ids of their states; only what agrees there is compared whole,
-and of a chain of calls only the last.
+A call is looked for in a tree of the states of all earlier ones, as where lineage is inferred (`parents`).
 """
 
 # ruff: noqa: D103 - each function's entry says what it checks
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator
-
-import numpy as np
-from numpy.typing import NDArray
+from collections.abc import Callable, Iterable, Iterator
 
 from memopd_trace.causes import explain
 from memopd_trace.invocation import Invocation
 from memopd_trace.lineage import Cause, final_ids, inherited, state_difference
+from memopd_trace.prefixtree import PrefixTree
 from memopd_trace.rules.episode import Run
 from memopd_trace.rules.registry import Hit, rule
 
-TAIL = 4  # last ids of a state by which it is looked for
-MAX_COMPARED = 8  # states compared whole with one prompt
+MAX_BRANCHES = 8  # calls that are named as what one prompt goes on from
 FREE = ("opaque", "rewind")  # rewrites that say nothing of how the prompt begins, or that go back to an earlier call
 
 # causes that text leaves no doubt of, and the rewrites that may show them; the others are guesses or fit any rewrite
@@ -110,15 +106,15 @@ def _claims_a_new_context(child: Invocation) -> bool:
     return child.relation == "rewrite" and kind not in FREE and not kind.startswith("x_")
 
 
-def _ancestors(index: int | None, rows: dict[int, Invocation], guessed: dict[int, int] | None = None) -> set[int]:
+def _ancestors(index: int | None, rows: dict[int, Invocation], guessed: dict[int, int]) -> set[int]:
     """`index` and what it goes back to, by the recorded parents and those guessed."""
     found: set[int] = set()
     while index is not None and index not in found:
         found.add(index)
         row = rows.get(index)
-        index = None if row is None else row.parent_index
-        if index is None and guessed:
-            index = guessed.get(row.invocation_index) if row else None
+        if row is None:
+            break
+        index = guessed.get(index) if row.parent_index is None else row.parent_index
     return found
 
 
@@ -130,53 +126,31 @@ def _followed(
     if not any(asks(i) for i in run.invocations[1:]):
         return
     rows = {i.invocation_index: i for i in run.known}
-    states = _States(run.invocations)
+    states = PrefixTree()
     for at, child in enumerate(run.invocations):
-        if not (asks(child) or (child.parent_index is None and child.relation is None)):
-            continue
-        found: list[Invocation] = []
-        above: set[int] = set()
-        for other in states.before(at):
-            if other.invocation_index not in above and inherited(other, child) == len(other):
-                above |= _ancestors(other.invocation_index, rows, guessed)
-                found.append(other)
-            if len(found) == MAX_COMPARED:
-                break
-        if found:
-            guessed.setdefault(child.invocation_index, found[0].invocation_index)
-            if asks(child):
+        asked = asks(child)
+        if asked or (child.parent_index is None and child.relation is None):
+            followed = (run.invocations[i] for _, i in states.match(child.prompt_ids).ends(MAX_BRANCHES))
+            found = _branches(followed, rows, guessed)
+            if found:
+                guessed.setdefault(child.invocation_index, found[0].invocation_index)
+            if found and asked:
                 yield at, found[0], found[1:]
+        if len(child.output_ids) and child.accepted is not False:
+            states.add(final_ids(child), at)
 
 
-class _States:
-    """The ends of all states of an episode: `tails` [R, TAIL] the last ids (-1 in front of a shorter one)."""
-
-    def __init__(self, rows: list[Invocation]) -> None:
-        self.rows = rows
-        self.lengths = np.array([len(i) for i in rows])
-        usable = [len(i.output_ids) > 0 and i.accepted is not False for i in rows]
-        self.usable = np.array(usable)
-        self.tails = np.full((len(rows), TAIL), -1, np.int64)
-        for at, row in enumerate(rows):
-            tail = final_ids(row)[-TAIL:] if row.output_slots is not None else _tail(row)
-            self.tails[at, TAIL - len(tail) :] = tail
-
-    def before(self, at: int) -> Iterator[Invocation]:
-        """Rows in front of row `at` whose last ids stand where they should in its prompt: longest, latest first."""
-        prompt, lengths = self.rows[at].prompt_ids, self.lengths[:at]
-        fits = self.usable[:at] & (lengths <= len(prompt))
-        for back in range(1, TAIL + 1):
-            where, wanted = lengths - back, self.tails[:at, -back]
-            inside = fits & (where >= 0)
-            fits[inside] = prompt[where[inside]] == wanted[inside]
-        for index in sorted(np.flatnonzero(fits), key=lambda i: (lengths[i], i), reverse=True):
-            yield self.rows[index]
-
-
-def _tail(row: Invocation) -> NDArray[np.int32]:
-    output = row.output_ids[-TAIL:]
-    missing = TAIL - len(output)
-    return np.concatenate([row.prompt_ids[-missing:], output]) if missing else output
+def _branches(calls: Iterable[Invocation], rows: dict[int, Invocation], guessed: dict[int, int]) -> list[Invocation]:
+    """Of `calls` those that are no ancestors of one in front of them."""
+    found: list[Invocation] = []
+    above: set[int] = set()
+    for other in calls:
+        if other.invocation_index not in above:
+            above |= _ancestors(other.invocation_index, rows, guessed)
+            found.append(other)
+        if len(found) == MAX_BRANCHES:
+            break
+    return found
 
 
 @rule(

@@ -202,6 +202,15 @@ def test_a_missing_package_is_named_with_the_extra_that_brings_it(
     assert require("json", "score", "this command") is json
 
 
+def test_recording_names_the_extra_that_it_needs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
+) -> None:
+    monkeypatch.setitem(sys.modules, "uvicorn", None)  # as if it were not installed
+    monkeypatch.delitem(sys.modules, "memopd_trace.record.proxy.server", raising=False)
+    assert run(["record", "--upstream", "http://127.0.0.1:1", "-o", str(tmp_path / "out")]) == 2
+    assert "recording needs 'uvicorn' (pip install 'memopd-trace[record]'" in capsys.readouterr().err
+
+
 def test_the_first_line_of_an_error() -> None:
     assert first_line(ValueError("\n  what\nwhere")) == "what"
     assert first_line(EOFError()) == "EOFError"

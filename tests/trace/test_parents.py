@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Iterator
 from itertools import count
 from typing import Any
 
@@ -16,12 +18,11 @@ from memopd_trace.convert.lineage import Declared, resolve
 from memopd_trace.convert.losses import Losses
 from memopd_trace.invocation import Media
 from memopd_trace.lineage import common_prefix, inherited
-from memopd_trace.parents import Parent, Parents
-from memopd_trace.prefixtree import PrefixTree
-from memopd_trace.record.proxy.headers import Labels
-from memopd_trace.record.proxy.records import CallRecord, Sampled
-from memopd_trace.record.proxy.rows import Earlier, make_row
+from memopd_trace.parents import OTHERS, Parent, Parents
+from memopd_trace.prefixtree import Match, PrefixTree
+from memopd_trace.record.call import CallRecord, Labels, Sampled
 from memopd_trace.record.proxy.server import make_metadata
+from memopd_trace.record.rows import Earlier, make_row
 
 Ids = list[int]
 METADATA = make_metadata(["m"], None)
@@ -240,6 +241,36 @@ def test_a_call_costs_its_own_ids_however_long_the_episode(name: str) -> None:
         read += len(one)
         assert known.compared - before <= 6 * len(one), index
     assert known.compared > read  # the count counts
+
+
+REPEATED = {
+    "the same calls again and again": [_chain(2)[turn % 2] for turn in range(4000)],
+    "each followed by all": [_chain(2)[turn >= 2000] for turn in range(4000)],
+    "one id after the other": [([1] * (turn % 40 + 1), [1]) for turn in range(4000)],
+    "without an output": [(LONG, []) for _ in range(4000)],
+}
+
+
+@pytest.mark.parametrize("name", REPEATED)
+def test_calls_that_are_repeated_do_not_make_each_other_dearer(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    known, seen = Parents(), Counter[int]()
+    ends = Match.ends
+
+    def counted(self: Match, most: int) -> Iterator[tuple[int, int]]:
+        for end in ends(self, most):
+            seen[len(rows)] += 1
+            yield end
+
+    monkeypatch.setattr(Match, "ends", counted)
+    rows: list[Parent] = []
+    for index, (prompt, output) in enumerate(REPEATED[name]):
+        one = row(index, prompt, output)
+        found = known.find(one)
+        known.add(one, found.index)
+        rows.append(found)
+        assert len(found.others) <= OTHERS and seen[index] <= OTHERS * (len(prompt) + 1)
+    if output:
+        assert rows[-1].relation == "extend" and rows[-1].others, "that it is a guess is told all the same"
 
 
 sequences = st.lists(st.lists(st.integers(0, 2), max_size=6), min_size=1, max_size=12)
