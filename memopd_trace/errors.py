@@ -6,6 +6,9 @@ trace are data (`memopd_trace.report.Finding`), not exceptions.
 
 from __future__ import annotations
 
+import difflib
+from collections.abc import Iterable
+
 MAX_VALUE = 200  # characters of one value of a trace in a message
 
 
@@ -56,6 +59,12 @@ class MissingExtraError(TraceError, ImportError):
 def first_line(error: BaseException) -> str:
     """What an error of another library says, in one line: the first of its message, or its type where it has none."""
     return next(iter(str(error).strip().splitlines()), type(error).__name__)
+
+
+def suggestion(name: str, known: Iterable[str], otherwise: str) -> str:
+    """A hint for a name that is not known: the known one that is most like it, else `otherwise`."""
+    near = difflib.get_close_matches(name.lower().replace("_", "-"), known, n=1)
+    return f"did you mean '{near[0]}'?" if near else otherwise
 
 
 def printable(text: str, limit: int | None = MAX_VALUE) -> str:

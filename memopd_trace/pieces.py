@@ -103,7 +103,8 @@ def _require_library() -> None:
         import tokenizers  # noqa: F401
     except ImportError:
         raise MissingExtraError(
-            "a tokenizer needs the 'tokenizers' package", hint="pip install 'memopd-trace[tokenizer]'"
+            "a tokenizer needs the 'tokenizers' package",
+            hint="pip install 'memopd-trace[tokenizer]', or '.[tokenizer]' in a clone",
         ) from None
 
 

@@ -345,6 +345,8 @@ def read_manifest(folder: Place) -> dict[str, Any]:
         hint = "a folder is one trace with a manifest: its writer did not finish, write it again"
         if (folder / "run.json").is_file():
             hint = "this is a scores folder, and not finished: a trace is what was scored"
+        elif any(folder.glob("journal-*.log")):
+            hint = f"a recording: end it with Ctrl-C, or if it was killed: memopd-trace record --finish -o {folder}"
         elif any(folder.glob("*.parquet")):
             hint += f"; if its files are traces of their own, give {folder}/*.parquet"
         raise InputError(f"{folder}: no {MANIFEST}", code="E-INCOMPLETE", hint=hint) from None

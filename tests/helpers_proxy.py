@@ -45,7 +45,18 @@ class Upstream:
 
     def seen(self) -> list[dict[str, Any]]:
         """Every request that it got."""
-        return list(httpx2.get(f"{self.url}/seen", trust_env=False).json())
+        return list(httpx2.get(f"{self.url}/seen", trust_env=False, timeout=60).json())
+
+    def wait_for(self, text: str) -> None:
+        """Until a request with this text has come."""
+        end = time.monotonic() + START_SECONDS
+        while not any(text in request["body"] for request in self.seen()):
+            assert time.monotonic() < end, f"{text} did not come"
+            time.sleep(0.02)
+
+    def release(self) -> None:
+        """Answer the requests that it holds (`mode="held"`)."""
+        httpx2.get(f"{self.url}/release", trust_env=False, timeout=60)
 
 
 @dataclass

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import json
+from pathlib import Path
 from typing import Any
 
 PROMPT = list(range(100, 130))
@@ -149,6 +151,59 @@ def tinker_rows() -> list[dict[str, Any]]:
     ]
 
 
+def memagent_batch() -> dict[str, Any]:
+    """The rows of two samples, of which the second has one chunk less: memories in turn, and an answer of each."""
+    begin, task, end = [1, 2], [10, 11, 12], [3, 4]
+    memory = {0: [20, 21, 9], 1: [22, 23, 24, 9]}
+    later = [25, 9]
+    rows = [
+        (0, [*begin, *task, 5, *end, 40, 41], memory[0], False),
+        (1, [*begin, *task[:2], 5, *end, 42], memory[1], False),
+        (0, [*begin, *task, *memory[0][:-1], *end, 43], later, False),
+        (0, [*begin, *task, later[0], 6, *end], [30, 9], True),
+        (1, [*begin, *task[:2], *memory[1][:-1], 6, *end], [31, 32, 9], True),
+    ]
+    width, height = 12, 5
+    prompts = [[0] * (width - len(p)) + p for _, p, _, _ in rows]
+    responses = [r + [0] * (height - len(r)) for _, _, r, _ in rows]
+    masks = [[0] * (width - len(p)) + [1] * (len(p) + len(r)) + [0] * (height - len(r)) for _, p, r, _ in rows]
+    return {
+        "prompts": prompts,
+        "responses": responses,
+        "input_ids": [p + r for p, r in zip(prompts, responses, strict=True)],
+        "attention_mask": masks,
+        "position_ids": [[max(0, sum(m[: i + 1]) - 1) for i in range(len(m))] for m in masks],
+        "sample_index": [s for s, _, _, _ in rows],
+        "final_mask": [f for _, _, _, f in rows],
+        "uid": ["u"] * len(rows),
+        "token_level_scores": [[0, 0.25 * s, 1.0, 0, 0] for s, _, _, _ in rows],
+    }
+
+
+def memagent_output() -> dict[str, Any]:
+    """What the asynchronous agent returns for a sample: a memory, and the answer."""
+
+    def asked(text: str) -> dict[str, str]:
+        return {"role": "user", "content": text}
+
+    def said(text: str) -> dict[str, str]:
+        return {"role": "assistant", "content": text}
+
+    conversations = [
+        [asked("task: sum. memory: none. section: one"), said("saw one")],
+        [asked("task: sum. memory: saw one. section: two"), said("three so far")],
+        [asked("task: sum. memory: three so far. answer:"), said("3")],
+    ]
+    return {"conversations": conversations, "sample_index": [4] * 3, "final_mask": [False, False, True],
+            "timing_raw": {"mt_async_gen": 0.5}, "metrics": {"workflow/num_conv": 3}}  # fmt: skip
+
+
+def _fixture(name: str) -> list[dict[str, Any]]:
+    """The records of a fixture that a framework's own serializer wrote."""
+    file = Path(__file__).parent / "convert" / "fixtures" / name
+    return [json.loads(line) for line in file.read_text().splitlines()]
+
+
 LOGS: dict[str, list[dict[str, Any]]] = {
     "verifiers": [verifiers_episode(), verifiers_result()],
     "rllm": [rllm_episode(), rllm_record()],
@@ -161,6 +216,9 @@ LOGS: dict[str, list[dict[str, Any]]] = {
     "slime": [{"step": 3, "sample": slime_sample()}, slime_sample(index=8, rollout_id=8)],
     "mem1": [mem1_rollout()],
     "tinker": tinker_rows(),
+    "areal": _fixture("areal_sessions.jsonl"),
+    "art": [*_fixture("art_exchanges.jsonl"), _fixture("art_groups.jsonl")[1]],
+    "memagent": [memagent_batch(), memagent_output()],
 }
 
 

@@ -262,6 +262,8 @@ async def _answer(app: Any, chat: bool) -> Response:
         return JSONResponse({"error": {"message": "unrecognized field"}}, 400)
     if mode == "never":
         await asyncio.sleep(3600)
+    if mode == "held":
+        await app.release.wait()
     if mode in ("no_ids", "strict"):
         asked.pop("return_token_ids", None)
     if app.dialect == "sglang":
@@ -306,6 +308,14 @@ async def most(request: Request) -> Response:
     return JSONResponse(request.app.state.most)
 
 
+async def release(request: Request) -> Response:
+    """Let those go on that are held now."""
+    app = request.app.state
+    app.release.set()
+    app.release = asyncio.Event()
+    return Response()
+
+
 async def echo(request: Request) -> Response:
     headers = {k: v for k, v in request.headers.items() if k.startswith("x-")}
     return Response(
@@ -316,10 +326,10 @@ async def echo(request: Request) -> Response:
 def application(dialect: str = "vllm") -> Starlette:
     paths = ["/v1/chat/completions", "/v1/completions"]
     routes = [Route(path, answer, methods=["POST"]) for path in paths]
-    routes += [Route("/v1/models", models), Route("/seen", seen), Route("/most", most)]
+    routes += [Route("/v1/models", models), Route("/seen", seen), Route("/most", most), Route("/release", release)]
     routes += [Route("/{path:path}", echo, methods=["GET", "POST", "PUT", "DELETE"])]
     app = Starlette(routes=routes)
-    app.state.dialect = dialect
+    app.state.dialect, app.state.release = dialect, asyncio.Event()
     app.state.seen, app.state.calls, app.state.running, app.state.most = [], 0, 0, 0
     return app
 

@@ -44,9 +44,12 @@ def convert(
     """Convert another framework's logs into a trace, and print what was lost on the way.
 
     Exit code 0: all converted or left out for a reason; 1: broken records (the rest is converted), or the trace breaks
-    a rule and is kept as OUT.invalid; 3: an input is missing, or nothing in it could be converted.
+    a rule and is kept as OUT.invalid; 2: the command is wrong, or OUT exists; 3: an input is missing, or nothing in it
+    could be converted.
 
     Example: memopd-trace convert nemo-gym rollouts.jsonl -o trace.parquet
+
+    Of text: memopd-trace convert openai requests.jsonl -o trace.parquet --tokenizer models/student
     """
     run = require("memopd_trace.convert", "convert", "this command")
     with progress("records") as bar:
@@ -71,7 +74,8 @@ def convert(
 def formats(
     format: OutputFormat = typer.Option(OutputFormat.text, "--format"),
 ) -> None:
-    """List the formats that `convert` takes.
+    """List the formats that `convert` takes, and whether their logs hold the engine's ids (`ids`), sometimes do
+    (`some ids`), or hold text, which needs `--tokenizer` (`text`).
 
     Example: memopd-trace formats
     """

@@ -5,6 +5,7 @@ Only the bodies are taken. Headers, and what stands behind the `?` of an address
 
 from __future__ import annotations
 
+import re
 import zlib
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -16,6 +17,8 @@ from memopd_trace.errors import MissingExtraError, first_line
 
 SUFFIXES = (".yaml", ".yml")
 MAX_CASSETTE = 16 * 2**20  # bytes; YAML is read whole
+NULLS = [("tag:yaml.org,2002:null", re.compile(r"~|null|Null|NULL|"))]
+CODE = re.compile(r"[1-9]\d\d", re.ASCII)
 PACKINGS = (b"\x1f\x8b", b"\x78\x01", b"\x78\x5e", b"\x78\x9c", b"\x78\xda")  # how gzip and zlib begin
 GZIP_OR_ZLIB = 32 + zlib.MAX_WBITS
 
@@ -57,9 +60,25 @@ def _load(text: str) -> Any:
         import yaml
     except ImportError:
         raise MissingExtraError(
-            "cassettes are read by the 'pyyaml' package", hint="pip install 'memopd-trace[chat]'"
+            "cassettes are read by the 'pyyaml' package",
+            hint="pip install 'memopd-trace[chat]', or '.[chat]' in a clone",
         ) from None
-    return yaml.safe_load(text)
+
+    class Loader(yaml.SafeLoader):
+        """Texts, bytes, nulls, lists and mappings, and nothing that costs more than it is long: no numbers (in base 60
+        a long one takes hours) and no merged keys (which multiply)."""
+
+        def flatten_mapping(self, node: Any) -> None:
+            """Keys stay where they stand."""
+
+    Loader.yaml_implicit_resolvers = {"~": NULLS, "n": NULLS, "N": NULLS, "": NULLS}
+    for name in ("int", "float", "bool", "timestamp"):  # by a tag of their own
+        Loader.add_constructor(f"tag:yaml.org,2002:{name}", _as_text)
+    return yaml.load(text, Loader)
+
+
+def _as_text(loader: Any, node: Any) -> Any:
+    return loader.construct_scalar(node)
 
 
 def _exchange(interaction: Any) -> dict[str, Any]:
@@ -74,12 +93,13 @@ def _exchange(interaction: Any) -> dict[str, Any]:
     if not isinstance(request, dict) or not isinstance(response, dict):
         raise ValueError("no 'request' or no 'response'")
     status = response.get("status")
-    body = response.get("body")
+    code = status.get("code") if isinstance(status, dict) else None
+    body, uri = response.get("body"), request.get("uri")
     return {
         "request": _text(request.get("body")),
         "response": _text(body.get("string") if isinstance(body, dict) else body),
-        "status_code": status.get("code") if isinstance(status, dict) else None,
-        "uri": str(request.get("uri")).partition("?")[0],
+        "status_code": int(code) if isinstance(code, str) and CODE.fullmatch(code) else None,
+        "uri": uri.partition("?")[0] if isinstance(uri, str) else None,  # anything else may be far larger than its text
     }
 
 

@@ -6,6 +6,7 @@ The instructions are those of the request alone. Of a call whose predecessor is 
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,13 +16,14 @@ import orjson
 
 from memopd_trace.convert.exchange import events
 from memopd_trace.convert.losses import Issue
-from memopd_trace.convert.records import Record, open_text, parse
+from memopd_trace.convert.records import Record, json_in, open_text
 from memopd_trace.convert.responses import of_input
 from memopd_trace.convert.sessions import EPISODE
 
 LINK = "previous_response_id"
 NAMED = re.compile(LINK.encode() + rb"\W{1,12}([\w-]{1,200})")
 CHUNK, OVERLAP = 2**20, 256  # bytes that are searched at once, and how long a link may be
+MAX_RESTORED = 2**20  # items in all prompts of one chain: they grow with its square; what comes behind keeps its gap
 MAX_HELD = 2**28  # bytes of JSON of earlier calls; what comes behind them keeps its gap
 
 Reader = Callable[[Iterable[Path]], Iterator[Record | Issue]]
@@ -33,6 +35,14 @@ class _Held:
 
     of: dict[str, tuple[str, str | None, list[Any]]] = field(default_factory=dict)
     size: int = 0
+    depth: dict[str, int] = field(default_factory=dict)  # how many items go up to an answer
+    restored: Counter[str] = field(default_factory=Counter)  # items put in front of the calls of a chain, by its first
+
+    def restores(self, name: str) -> bool:
+        """Whether there is room for one more prompt behind an answer."""
+        first = self.of[name][0]
+        self.restored[first] += self.depth[name]
+        return self.restored[first] <= MAX_RESTORED
 
     def items(self, name: str | None) -> list[Any]:
         """All items up to an answer, itself included."""
@@ -47,6 +57,7 @@ class _Held:
         if name not in self.of and self.size <= MAX_HELD:
             self.size += len(orjson.dumps(new, default=str, option=orjson.OPT_NON_STR_KEYS))
             self.of[name] = first, before, new
+            self.depth[name] = len(new) + (0 if before is None else self.depth[before])
 
 
 def linked(read: Reader) -> Reader:
@@ -87,7 +98,7 @@ def _link(value: dict[str, Any], named: set[str], held: _Held) -> None:
     new = of_input(request.get("input"))
     first = name
     if isinstance(before, str):
-        if before not in held.of:
+        if before not in held.of or not held.restores(before):
             return
         first = held.of[before][0]
         whole = {n: v for n, v in request.items() if n != LINK}
@@ -110,8 +121,7 @@ def _has_episode(*places: dict[str, Any]) -> bool:
 def _object(value: Any) -> dict[str, Any] | None:
     """A body as an object: from JSON or a stream's events in a text, or one level further in."""
     if isinstance(value, str):
-        found = parse(value.encode("utf-8", "replace"), "")
-        value = found.value if isinstance(found, Record) else events(value)
+        value = json_in(value, events(value))
     if isinstance(value, list) and all(isinstance(v, dict) for v in value):
         value = next((v.get("response") for v in reversed(value) if isinstance(v.get("response"), dict)), None)
     if isinstance(value, dict) and isinstance(value.get("body"), dict):

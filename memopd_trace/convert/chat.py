@@ -61,7 +61,8 @@ class Renderer:
             from transformers import AutoTokenizer
         except ImportError:
             raise MissingExtraError(
-                "text becomes ids by the 'transformers' package", hint="pip install 'memopd-trace[chat]'"
+                "text becomes ids by the 'transformers' package",
+                hint="pip install 'memopd-trace[chat]', or '.[chat]' in a clone",
             ) from None
         try:
             self.tokenizer: Any = AutoTokenizer.from_pretrained(
@@ -129,7 +130,7 @@ class Renderer:
 
     def _render(self, prompt: Chat, messages: list[dict[str, Any]], answer: bool) -> str:
         if self.tokenizer.chat_template is None:
-            raise CannotRender("the tokenizer has no chat template")
+            raise CannotRender("the tokenizer has no chat template (chat_template.jinja in its folder)")
         if self._overruns >= MAX_OVERRUNS:
             raise CannotRender(f"the chat template: took too much {MAX_OVERRUNS} times, and is not run again")
         try:

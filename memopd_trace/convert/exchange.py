@@ -14,7 +14,8 @@ from typing import Any
 from memopd_trace.convert.draft import Call, Chat, finish_reason
 from memopd_trace.convert.fields import Fields, as_ids, as_logprobs
 from memopd_trace.convert.losses import BrokenRecord, Losses, NotACall
-from memopd_trace.convert.records import Record, parse
+from memopd_trace.convert.records import json_in
+from memopd_trace.convert.transcript import is_reasoned
 from memopd_trace.invocation import IDS, MaskedFloats, Sampling
 
 TOKEN_ID = re.compile(r"token_id:(\d{1,10})")
@@ -32,8 +33,7 @@ def part(record: Fields, *names: str) -> Fields | None:
     for name in names:
         value = record.peek(name)
         if isinstance(value, str):
-            found = parse(value.encode("utf-8", "replace"), "")
-            value = found.value if isinstance(found, Record) else events(value) or value
+            value = json_in(value, events(value) or value)
         if isinstance(value, list):
             value = joined(value, record.losses, name)
         if value is not None:
@@ -48,8 +48,7 @@ def events(text: str) -> list[Any] | None:
     if not text.lstrip().startswith(("event:", "data:")):
         return None
     lines = [line.removeprefix("data:").strip() for line in text.splitlines() if line.startswith("data:")]
-    found = [parse(line.encode("utf-8", "replace"), "") for line in lines if line != "[DONE]"]
-    return [event.value for event in found if isinstance(event, Record)]
+    return [event for line in lines if line != "[DONE]" and (event := json_in(line)) is not None]
 
 
 def calls(request: Fields | None, response: Fields, losses: Losses) -> list[Call]:
@@ -138,7 +137,7 @@ def _of_choice(choice: Fields, response: Fields, losses: Losses, **shared: Any) 
         logprobs=logprobs,
         answer=answer,
         finish_reason=finish_reason(word),
-        reasoned=message is not None and _reasoned(message),
+        reasoned=message is not None and is_reasoned(message.value),
         **shared,
     )
     if word is not None and call.finish_reason is None:
@@ -166,7 +165,7 @@ def _output(choice: Fields, losses: Losses) -> tuple[IDS | None, MaskedFloats | 
 
 def _tokens(choice: Fields) -> tuple[list[str], list[Any]]:
     """(token texts, their log-probabilities) of a choice: the chat form or the older one of plain completions."""
-    logprobs = choice.fields("logprobs") if isinstance(choice.peek("logprobs"), dict) else None
+    logprobs = choice.maybe_fields("logprobs")
     if logprobs is None:
         return [], []
     content = logprobs.peek("content")
@@ -180,20 +179,13 @@ def _tokens(choice: Fields) -> tuple[list[str], list[Any]]:
 
 def _drop_told(choice: Fields) -> None:
     """Leave out of what is left over the texts of tokens, which ids tell; not other tokens' log-probabilities."""
-    logprobs = choice.fields("logprobs") if isinstance(choice.peek("logprobs"), dict) else None
+    logprobs = choice.maybe_fields("logprobs")
     if logprobs is None:
         return
     logprobs.any("tokens")
     content = logprobs.peek("content")
     if isinstance(content, list) and not any(item.get("top_logprobs") for item in content):
         logprobs.any("content")
-
-
-def _reasoned(message: Fields) -> bool:
-    """Whether an answer holds reasoning: in a field of its own, or between marks in its text."""
-    content = message.peek("content")
-    marked = isinstance(content, str) and "</think" in content
-    return marked or any(message.peek(name) for name in ("reasoning_content", "reasoning", "thinking_blocks"))
 
 
 def joined(chunks: list[Any], losses: Losses, name: str) -> dict[str, Any]:

@@ -114,6 +114,13 @@ class Fields:
             return None
         return number
 
+    def version(self, name: str) -> int | None:
+        """A policy version; another kind of name is null, and left over."""
+        found = version_of(self.value.get(name))
+        if found is not None:
+            self._seen.add(name)
+        return found
+
     def time(self, name: str) -> datetime | None:
         """A moment: ISO 8601 text, or seconds, milli-, micro- or nanoseconds since 1970. One without a time zone is
         taken for UTC; what is no moment is null, and counted."""
@@ -138,6 +145,10 @@ class Fields:
         if name not in self._inside:
             self._inside[name] = [Fields(value, self.losses, self._path(name))]
         return self._inside[name][0]
+
+    def maybe_fields(self, name: str) -> Fields | None:
+        """A nested object; what is none is `None` too, and left over."""
+        return self.fields(name) if isinstance(self.value.get(name), dict) else None
 
     def each(self, name: str) -> list[Fields]:
         """A list of objects; a missing one is empty."""
@@ -238,6 +249,18 @@ def as_logprobs(value: list[Any], losses: Losses, path: str) -> MaskedFloats:
     if low.any():
         losses.degrade("a log-probability that is a filler is null", f"{path}: {numbers[low][0]}", int(low.sum()))
     return np.ma.masked_array(np.where(odd | low, 0, numbers), mask=odd | low, dtype=np.float32)
+
+
+def version_of(value: Any) -> int | None:
+    """A policy version that a log writes as a number or as text; another kind of name is none."""
+    if type(value) is int and 0 <= value < INT64:
+        return value
+    return int(value) if isinstance(value, str) and value.isdecimal() and len(value) < 19 else None
+
+
+def as_score(value: Any) -> float | None:
+    """A score as a number; `None` for what is none, or so large that it is no score."""
+    return float(value) if type(value) in (int, float) and abs(value) < 2**53 else None
 
 
 def _moment(value: Any) -> datetime | None:

@@ -15,7 +15,6 @@ from numpy.typing import NDArray
 
 from memopd_trace.convert.assemble import MAX_TOKENS
 from memopd_trace.convert.draft import Call
-from memopd_trace.convert.fields import Fields
 from memopd_trace.convert.losses import BrokenRecord, Losses
 from memopd_trace.invocation import IDS, MaskedFloats
 
@@ -95,21 +94,6 @@ def check_size(lengths: Iterable[int], losses: Losses) -> None:
         total += length
         if total > MAX_TOKENS:
             raise BrokenRecord(f"calls of more than {MAX_TOKENS} tokens in all")
-
-
-def version_of(value: Any) -> int | None:
-    """A policy version that a log writes as a number or as text; another kind of name is none."""
-    if type(value) is int and 0 <= value < 2**63:
-        return value
-    return int(value) if isinstance(value, str) and value.isdecimal() and len(value) < 19 else None
-
-
-def take_version(record: Fields, name: str) -> int | None:
-    """The policy version that a field holds; where it is none, the field stays with what is left over."""
-    version = version_of(record.peek(name))
-    if version is not None:
-        record.any(name)
-    return version
 
 
 def _one_call(

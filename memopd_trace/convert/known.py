@@ -65,12 +65,12 @@ class Known:
             if number:
                 losses.gap(code, f"{number} of {len(self.outcome)} episodes", number)
         if renderer is None:
-            losses.gap("no_tokenizer")
+            losses.gap("no_tokenizer", f"{self.rows} of {self.rows} calls", self.rows)
         elif len(self.largest) > 1:
             losses.gap("tokenizer_assumed", ", ".join(sorted(self.largest)[:5]))
         for code in chosen.unsaid:
             if code in UNSEEN and code not in losses.gaps:
-                losses.gap(code, "no log of this format tells it")
+                losses.gap(code, "as in every log of this format")
 
 
 def metadata_of(

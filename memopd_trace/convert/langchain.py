@@ -44,7 +44,7 @@ def message(value: Fields) -> dict[str, Any]:
     else:
         found["content"] = content if isinstance(content, str | list) else ""
     found["role"] = role
-    more = value.fields("additional_kwargs") if isinstance(value.peek("additional_kwargs"), dict) else None
+    more = value.maybe_fields("additional_kwargs")
     if more is not None:
         for name in ("tool_calls", "reasoning_content"):
             if name in more:

@@ -155,7 +155,8 @@ class Losses:
         lines = [
             f"records   {self.records} in, {self.converted} converted, {self.dropped_records.total} dropped",
             *_lines(self.dropped_records),
-            f"calls     {self.calls} in, {self.rows} rows in {self.episodes} episodes, "
+            f"calls     {self.calls} in, {self.rows} {_plural('row', self.rows)} in "
+            f"{self.episodes} {_plural('episode', self.episodes)}, "
             f"{self.dropped_calls.total} dropped",
             *_lines(self.dropped_calls),
         ]
@@ -171,6 +172,10 @@ class Losses:
 
     def _case(self, detail: str) -> str:
         return f"{self.place}: {detail}" if detail else self.place
+
+
+def _plural(word: str, number: int) -> str:
+    return word if number == 1 else f"{word}s"
 
 
 def _lines(tally: Tally) -> list[str]:

@@ -44,7 +44,8 @@ def load(file: Path) -> Any:
         import torch
     except ImportError:
         raise MissingExtraError(
-            f"{file}: a .pt file is read by the 'torch' package", hint="pip install 'memopd-trace[score]'"
+            f"{file}: a .pt file is read by the 'torch' package",
+            hint="pip install 'memopd-trace[score]', or '.[score]' in a clone",
         ) from None
     try:
         size = file.stat().st_size

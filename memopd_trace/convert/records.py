@@ -360,6 +360,17 @@ def parse(data: bytes, place: str) -> Record | Issue:
         return Issue(place, _reason(data, reason))
 
 
+def json_in(text: str, otherwise: Any = None) -> Any:
+    """What a text holds as JSON; `otherwise` where it is none."""
+    found = parse(text.encode("utf-8", "replace"), "")
+    return found.value if isinstance(found, Record) else otherwise
+
+
+def from_json(value: Any) -> Any:
+    """A value that may be an object, a list or a text as JSON in a text; any other as it is."""
+    return json_in(value, value) if isinstance(value, str) and value.lstrip()[:1] in ("[", "{", '"') else value
+
+
 def _too_large(what: str, limit: int) -> str:
     return f"{what} of more than {limit} bytes, the limit for one record"
 

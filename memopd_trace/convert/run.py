@@ -58,6 +58,11 @@ class Conversion:
             return 3
         return 1 if self.losses.broken or not self.valid else 0
 
+    def _way_out(self) -> str:
+        """Where no record was understood, the log is likely another format's."""
+        understood = self.losses.converted or self.losses.broken < self.losses.records
+        return "" if understood else f" (is it a log of '{self.format}'? `memopd-trace formats` lists the others)"
+
     def to_json(self) -> dict[str, Any]:
         """Everything as plain values."""
         report = self.report
@@ -75,7 +80,7 @@ class Conversion:
         """For a person."""
         text = self.losses.to_text()
         if self.report is None:
-            return text + "written   nothing: no call could be converted\n"
+            return text + "written   nothing: no call could be converted" + self._way_out() + "\n"
         text += f"written   {printable(str(self.trace), None)}\n"
         if self.aside is not None:
             text += f"          {printable(str(self.aside), None)} holds what was too large for a row\n"

@@ -16,7 +16,7 @@ from typing import Any
 from memopd_trace.convert import responses
 from memopd_trace.convert.draft import Call, Draft
 from memopd_trace.convert.exchange import calls, part, prompt_ids_of
-from memopd_trace.convert.fields import Fields
+from memopd_trace.convert.fields import Fields, version_of
 from memopd_trace.convert.losses import BrokenRecord, Losses, NotACall
 
 EPISODE = ("episode_id", "session_id", "rollout_id", "conversation_id", "trajectory_id")
@@ -73,9 +73,7 @@ def describe(call: Call, record: Fields) -> None:
     call.reward = record.number("reward")
     if call.parent is None:
         call.parent = record.name("parent_id")
-    version = next((record.peek(n) for n in VERSION if record.peek(n) is not None), None)
-    if type(version) is int or (isinstance(version, str) and version.isdecimal() and len(version) < 19):
-        call.policy_version = int(version)
+    call.policy_version = version_of(next((record.peek(n) for n in VERSION if record.peek(n) is not None), None))
 
 
 def draft_of(record: Fields, request: Fields | None, found: list[Call]) -> Draft:

@@ -18,7 +18,7 @@ from typing import Any
 from memopd_trace.convert.draft import Call, Draft
 from memopd_trace.convert.fields import Fields
 from memopd_trace.convert.losses import BrokenRecord, Issue, Losses
-from memopd_trace.convert.records import Record, json_records, parse
+from memopd_trace.convert.records import Record, json_records
 
 KINDS = ("stringValue", "boolValue", "doubleValue", "bytesValue")
 MAX_FLAT = 64  # levels of attributes
@@ -157,14 +157,6 @@ def numbered(attributes: Fields, prefix: str) -> list[Fields]:
         if name.startswith(f"{prefix}.") and rest and INDEX.fullmatch(number):
             found.setdefault(int(number), {})[rest] = attributes.any(name)
     return [Fields(found[i], attributes.losses, f"{prefix}.{i}") for i in sorted(found)]
-
-
-def from_json(value: Any) -> Any:
-    """A value that may be JSON in a text; other texts as they are."""
-    if isinstance(value, str) and value.lstrip()[:1] in ("[", "{", '"'):
-        found = parse(value.encode("utf-8", "replace"), "")
-        return found.value if isinstance(found, Record) else value
-    return value
 
 
 def _moment(record: Fields, which: str) -> Any:

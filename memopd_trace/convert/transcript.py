@@ -16,6 +16,7 @@ from memopd_trace.convert.losses import BrokenRecord, Issue, Losses
 from memopd_trace.convert.records import MAX_RECORD, Record, json_records
 
 CHAT = ("role", "content", "name", "tool_calls", "tool_call_id", "reasoning_content")  # what templates read
+REASONING = ("reasoning_content", "reasoning", "thinking_blocks")  # fields of an answer
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 
 
@@ -54,10 +55,12 @@ def plain_content(content: Any) -> Any:
     return parts[0]["text"] if len(parts) == 1 and isinstance(parts[0], dict) and "text" in parts[0] else parts or ""
 
 
-def is_reasoned(answer: dict[str, Any]) -> bool:
-    """Whether an answer holds reasoning: in a field of its own, or between marks in its text."""
+def is_reasoned(answer: Any) -> bool:
+    """Whether an answer holds reasoning: in a field of its message, or between marks in its text."""
+    if not isinstance(answer, dict):
+        return False
     content = answer.get("content")
-    return bool(answer.get("reasoning_content")) or (isinstance(content, str) and "</think" in content)
+    return any(answer.get(name) for name in REASONING) or (isinstance(content, str) and "</think" in content)
 
 
 def answers(

@@ -9,6 +9,7 @@ from memopd_trace.convert.draft import Call, Chat, Draft, finish_reason
 from memopd_trace.convert.exchange import sampling
 from memopd_trace.convert.fields import Fields
 from memopd_trace.convert.losses import BrokenRecord, NotACall
+from memopd_trace.convert.transcript import is_reasoned
 
 
 def openai_message(message: dict[str, Any]) -> dict[str, Any]:
@@ -107,7 +108,7 @@ def _from_completion(record: Fields, tools: list[dict[str, Any]] | None) -> list
             record.losses.history(len(before))
             chat = Chat(messages=list(before), tools=tools)
             calls.append(Call(place=place, key=str(len(calls)), parent=parent, prompt=chat, answer=message))
-            calls[-1].reasoned = bool(message.get("reasoning_content"))
+            calls[-1].reasoned = is_reasoned(message)
         before.append(message)
     if len(calls) > 1:
         record.losses.gap("lossy_text", "prompts are taken from the conversation as it was at its end")

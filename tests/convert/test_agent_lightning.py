@@ -52,6 +52,12 @@ def test_the_same_prompt_sampled_twice_is_two_calls(tmp_path: Path) -> None:
     assert [r.relation for r in rows] == ["root", "fork"]
 
 
+def test_a_version_that_is_no_number_stays_with_what_is_left_over(tmp_path: Path) -> None:
+    records = [event("model_request", request("1", PROMPT, [7, 2], model_version="main@4"))]
+    _, rows = converted(tmp_path, "agent-lightning", records)
+    assert rows[0].policy_version is None and "main@4" in (rows[0].extra or {})["data"]
+
+
 def span(number: int, attributes: dict[str, Any], **fields: Any) -> dict[str, Any]:
     return {"rollout_id": "r", "attempt_id": "a", "sequence_id": number, "span_id": f"s{number}", "name": "chat",
             "attributes": attributes, "start_time": 1756498939.0, "end_time": 1756498940.0, **fields}  # fmt: skip

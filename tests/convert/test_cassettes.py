@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import time
 import zlib
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ import yaml
 from memopd_trace import Invocation, read
 from memopd_trace.convert import Conversion, cassettes, convert
 from memopd_trace.convert.chat import Renderer
+from memopd_trace.convert.records import Record
 
 ASKED = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
 CHOICE = {"index": 0, "message": {"role": "assistant", "content": "yo"}, "finish_reason": "stop"}
@@ -127,3 +129,40 @@ def test_a_cassette_that_is_too_large_is_refused(
     monkeypatch.setattr(cassettes, "MAX_CASSETTE", 100)
     result, _ = played(tmp_path, "openai", [interaction(CHAT)], tokenizer)
     assert result.losses.issues[0].reason == "a cassette of more than 100 bytes"
+
+
+def chained(first: str, step: str) -> str:
+    """Ten levels, each of nine times the one below it."""
+    levels = [f"a0: &a0 {first}"]
+    levels += [f"a{n}: &a{n} " + step.format(", ".join([f"*a{n - 1}"] * 9)) for n in range(1, 11)]
+    return "\n".join(levels)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        chained("[xxxxxxxx]", "[{}]") + "\ninteractions: [{{request: {uri: *a10}, response: {status: {code: *a10}}}}]",
+        chained("{x: 1}", "{{'!!': 1, <<: [{}]}}") + "\ninteractions: []",
+        chained("{x: 1}", "{{!!merge <<: [{}]}}") + "\ninteractions: []",
+        "a: 1" + ":59" * 200_000 + "\ninteractions: []",
+        "a: !!int 1" + ":59" * 200_000 + "\ninteractions: []",
+    ],
+    ids=["aliases", "merged keys", "merged keys by a tag", "base 60", "base 60 by a tag"],
+)
+def test_a_small_cassette_costs_no_more_than_it_is_long(tmp_path: Path, text: str) -> None:
+    (tmp_path / "bomb.yaml").write_text(text.replace("{{", "{").replace("}}", "}"))
+    start = time.process_time()
+    found = list(cassettes.records([tmp_path / "bomb.yaml"]))
+    assert time.process_time() - start < 10, "some would take hours"
+    assert len(repr(found)) < 1000
+
+
+def test_numbers_and_nulls_of_a_cassette_stay_what_they_were(tmp_path: Path) -> None:
+    (tmp_path / "a.yaml").write_text(
+        "interactions:\n"
+        "- {request: {body: null, uri: 'u?k'}, response: {status: {code: 200}, body: {string: '{}'}}}\n"
+        "- {request: {body: '1', uri: null}, response: {status: {code: 1_0}, body: {string: ~}}}\n"
+    )
+    one, two = (r.value for r in cassettes.records([tmp_path / "a.yaml"]) if isinstance(r, Record))
+    assert one == {"request": None, "response": "{}", "status_code": 200, "uri": "u"}
+    assert two == {"request": "1", "response": None, "status_code": None, "uri": None}

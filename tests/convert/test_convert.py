@@ -97,6 +97,40 @@ def test_a_wrong_call_is_one_line(
     assert sorted(p.name for p in tmp_path.iterdir()) == ["log.jsonl"]
 
 
+def test_the_lines_that_the_docs_write_by_hand_are_converted(tmp_path: Path) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "converters.md").read_text()
+    ours, conversation = (block.split("```")[0] for block in page.split("```json\n")[1:])
+    (tmp_path / "log.jsonl").write_text(ours)
+    result = convert("vllm", tmp_path / "log.jsonl", tmp_path / "t.parquet", logprob_kind="raw")
+    assert result.exit_code() == 0 and set(result.losses.gaps) == {"no_end", "no_tokenizer"}
+    assert result.report is not None and result.report.profile == "policy"
+    (row,) = read(tmp_path / "t.parquet").iter_invocations()
+    assert (row.group_id, row.reward, list(row.output_ids)) == ("q1", 1.0, [4, 5, 2])
+    assert [m["role"] for m in json.loads(conversation)["messages"]] == ["user", "assistant"]
+
+
+def test_a_log_of_another_format_is_told_where_the_formats_are(tmp_path: Path, capsys: Any) -> None:
+    log = write_lines(tmp_path / "log.jsonl", [{"type": "summary"}, {"type": "user"}])
+    assert run(["convert", "vllm", str(log), "-o", str(tmp_path / "t.parquet")]) == 3
+    assert "is it a log of 'vllm'? `memopd-trace formats` lists the others" in capsys.readouterr().out
+    log = write_lines(tmp_path / "log.jsonl", [{"status_code": 500}, {"type": "user"}])
+    assert run(["convert", "vllm", str(log), "-o", str(tmp_path / "t.parquet")]) == 3
+    assert "formats" not in capsys.readouterr().out  # one of them was understood
+
+
+def test_without_a_tokenizer_the_ids_of_all_calls_are_nobodys(tmp_path: Path) -> None:
+    log = write_lines(tmp_path / "log.jsonl", [exchange("a"), exchange("b")])
+    result = convert("vllm", log, tmp_path / "t.parquet")
+    assert "         2  no_tokenizer (2 of 2 calls)\n" in result.to_text()
+    gaps = {gap.code: gap.detail for gap in read(tmp_path / "t.parquet").metadata.source.gaps}
+    assert gaps["no_tokenizer"] == "2 of 2 calls"
+
+
+def test_one_row_is_counted_as_one(tmp_path: Path) -> None:
+    log = write_lines(tmp_path / "log.jsonl", [exchange("a")])
+    assert "1 row in 1 episode, " in convert("vllm", log, tmp_path / "t.parquet").to_text()
+
+
 def test_nothing_to_convert_is_exit_code_3_and_writes_nothing(tmp_path: Path, capsys: Any) -> None:
     log = write_lines(tmp_path / "log.jsonl", [{"status_code": 500}])
     assert run(["convert", "vllm", str(log), "-o", str(tmp_path / "t.parquet")]) == 3

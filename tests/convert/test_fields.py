@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from memopd_trace.convert.fields import Fields
+from memopd_trace.convert.fields import Fields, as_score
 from memopd_trace.convert.losses import BrokenRecord, Losses
 
 
@@ -98,3 +98,17 @@ def test_numbers_that_are_not_finite_are_null_and_counted() -> None:
     f = fields(a=math.nan, b=math.inf, c=10**400)
     assert [f.number(n) for n in "abc"] == [None] * 3
     assert f.losses.degraded["a number that is not finite is null"].number == 3
+
+
+def test_what_may_be_something_else_is_left_over_then() -> None:
+    f = fields(told={"a": 1}, text="x", version=3, words="7", name="step-7", large=2**63)
+    assert f.maybe_fields("text") is f.maybe_fields("none") is None
+    told = f.maybe_fields("told")
+    assert told is not None and told.whole("a") == 1
+    assert [f.version(n) for n in ("version", "words", "name", "large", "none")] == [3, 7, None, None, None]
+    assert f.rest() == {"text": "x", "name": "step-7", "large": 2**63}
+
+
+def test_a_score_is_a_number_that_is_none_of_the_largest() -> None:
+    assert [as_score(v) for v in (1, -0.5, 0)] == [1.0, -0.5, 0.0]
+    assert [as_score(v) for v in (True, "1", None, math.nan, math.inf, 2**53, 10**400)] == [None] * 7

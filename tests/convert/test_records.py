@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from memopd_trace.convert import records
 from memopd_trace.convert.losses import Issue
-from memopd_trace.convert.records import Record, find_files, json_records
+from memopd_trace.convert.records import Record, find_files, from_json, json_in, json_records
 from memopd_trace.errors import InputError
 
 GOOD = [{"a": 1}, {"é": ['"]', {"b": [1.5, None]}]}, {"c": '\\"'}]
@@ -92,6 +92,12 @@ def test_what_programs_write_and_json_forbids_is_read(tmp_path: Path) -> None:
     )
     assert value["a"] != value["a"] and value["b"] == float("-inf")
     assert value["c"] == "� x \\ud83d 😀"  # a half of a pair, an escaped backslash, a whole pair
+
+
+def test_a_text_that_may_be_json_is_read_or_kept() -> None:
+    assert json_in('{"a": NaN}')["a"] != json_in('{"a": NaN}')["a"] and json_in("\ud800") is json_in("") is None
+    assert json_in("null", "x") is None and json_in("{", "x") == "x"
+    assert [from_json(v) for v in (' ["a"]', '"b"', "[b", "12", None, 1)] == [["a"], "b", "[b", "12", None, 1]
 
 
 def test_a_record_beyond_the_limit_is_left_out(tmp_path: Path) -> None:

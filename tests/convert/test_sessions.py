@@ -12,6 +12,7 @@ import pytest
 from helpers_convert import converted
 
 from memopd_trace import Sampling, validate
+from memopd_trace.convert import chains
 from memopd_trace.convert.chat import Renderer
 from memopd_trace.convert.draft import Chat
 
@@ -321,6 +322,17 @@ def test_a_chain_that_goes_round_is_cut(tmp_path: Path, tokenizer: Path) -> None
     records = [asked("x", "a"), asked("y", "b", "a"), asked("z", "a", "b"), asked("w", "c", "a")]
     result, rows = converted(tmp_path, "openai", records, tokenizer=tokenizer)
     assert len(rows) == 3 and result.losses.dropped_calls.total == 1  # the id that occurs twice
+
+
+def test_a_chain_whose_prompts_would_outgrow_the_log_by_far_is_cut(
+    tmp_path: Path, tokenizer: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A log tells each item once, and its prompts hold all before them: 100,000 calls would have 10^10 items."""
+    monkeypatch.setattr(chains, "MAX_RESTORED", 12)
+    records = [asked(f"x{n}", f"r{n}", f"r{n - 1}" if n else None) for n in range(6)]
+    result, rows = converted(tmp_path, "openai", [*records, asked("y", "s"), asked("z", "t", "s")], tokenizer=tokenizer)
+    assert [r.episode_id for r in rows] == ["r0"] * 4 + ["s"] * 2  # 2 + 4 + 6 items; 8 more are too many
+    assert result.losses.gaps["server_state"].number == result.losses.dropped_calls.total == 2
 
 
 def test_behind_a_compaction_nothing_is_made_up(tmp_path: Path, tokenizer: Path) -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
-
 from memopd_trace.convert.format import Format
 from memopd_trace.convert.formats import (
     agent_lightning,
@@ -37,7 +35,7 @@ from memopd_trace.convert.formats import (
     verl,
     vllm,
 )
-from memopd_trace.errors import UsageError
+from memopd_trace.errors import UsageError, suggestion
 
 FORMATS: tuple[Format, ...] = (
     nemo_gym.FORMAT,
@@ -82,6 +80,4 @@ def find(name: str) -> Format:
     by_name = {f.name: f for f in FORMATS}
     if name in by_name:
         return by_name[name]
-    near = difflib.get_close_matches(name.lower().replace("_", "-"), by_name, n=1)
-    hint = f"did you mean '{near[0]}'?" if near else "`memopd-trace formats` lists them"
-    raise UsageError(f"no format '{name}'", hint=hint)
+    raise UsageError(f"no format '{name}'", hint=suggestion(name, by_name, "`memopd-trace formats` lists them"))

@@ -16,7 +16,7 @@ from memopd_trace.convert.exchange import calls, part, prompt_ids_of
 from memopd_trace.convert.fields import Fields, as_ids, as_logprobs
 from memopd_trace.convert.format import Format
 from memopd_trace.convert.losses import BrokenRecord, Losses, NotACall
-from memopd_trace.convert.records import Record, parse
+from memopd_trace.convert.records import json_in
 from memopd_trace.invocation import IDS, MaskedFloats
 
 PROMPT = re.compile(r"(^|\.)prompt_token_ids$")
@@ -64,17 +64,10 @@ def _event(record: Fields, draft: Draft) -> None:
     for call in draft.calls:
         call.prompt_ids = call.prompt_ids if call.prompt_ids is not None else prompt_ids_of(request)
         call.ended_at = record.time("timestamp")
-        call.policy_version = _version(data.any("model_version"))
+        call.policy_version = data.version("model_version")
         call.model = data.text("model") or call.model
         call.finish_reason = call.finish_reason or finish_reason(data.name("finish_reason"))
     draft.calls[0].extra |= record.rest()
-
-
-def _version(value: Any) -> int | None:
-    """A policy version; another kind of name is none, and stays in the request's leftovers."""
-    if type(value) is int:
-        return value
-    return int(value) if isinstance(value, str) and value.isdecimal() and len(value) < 19 else None
 
 
 def _span(record: Fields, draft: Draft) -> None:
@@ -109,9 +102,9 @@ def _decoded(value: Any) -> Any:
     """What a text holds, as JSON or as Python writes it."""
     if not isinstance(value, str):
         return value
-    found = parse(value.encode("utf-8", "replace"), "")
-    if isinstance(found, Record):
-        return found.value
+    found = json_in(value, value)
+    if found is not value:
+        return found
     try:
         return ast.literal_eval(value) if len(value) <= MAX_TEXT else value
     except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):

@@ -17,7 +17,7 @@ from memopd_trace.convert.exchange import events, part, sampling
 from memopd_trace.convert.fields import Fields
 from memopd_trace.convert.format import Format
 from memopd_trace.convert.losses import BrokenRecord, Losses, NotACall
-from memopd_trace.convert.records import SUFFIXES, Record, parse
+from memopd_trace.convert.records import SUFFIXES, json_in
 from memopd_trace.convert.sessions import describe, draft_of
 
 INSIDE = {"content_block_start": "content_block", "message_start": "message"}  # what an event holds, if not a delta
@@ -141,8 +141,7 @@ def _finished(block: dict[str, Any]) -> dict[str, Any]:
     """A block with the input that its pieces make up; one that is no JSON stays the text that it is."""
     text = block.pop("partial_json", "")
     if text:
-        found = parse(text.encode("utf-8", "replace"), "")
-        block["input"] = found.value if isinstance(found, Record) else text
+        block["input"] = json_in(text, text)
     return block
 
 

@@ -148,7 +148,7 @@ def _digest(call: Call) -> str:
 def _recorded(value: Fields, engine: Fields | None, losses: Losses) -> Call:
     """The call of an interaction that holds what the engine answered, or messages alone."""
     call = Call(place="", prompt=_prompt(value), answer=_answer(value))
-    completion = value.fields("completion") if isinstance(value.peek("completion"), dict) else None
+    completion = value.maybe_fields("completion")
     if completion is not None:
         call.model = completion.text("model") if isinstance(completion.peek("model"), str) else None
     if engine is None:

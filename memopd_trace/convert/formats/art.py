@@ -18,8 +18,7 @@ from memopd_trace.convert.fields import Fields, as_ids, as_logprobs
 from memopd_trace.convert.format import Format
 from memopd_trace.convert.formats import anthropic
 from memopd_trace.convert.losses import BrokenRecord, Losses, NotACall
-from memopd_trace.convert.records import SUFFIXES
-from memopd_trace.convert.spans import from_json
+from memopd_trace.convert.records import SUFFIXES, from_json
 from memopd_trace.convert.tables import PARQUET, rows_or_json
 
 PROTOCOLS = ("chat_completions", "completions", "responses", "messages")
@@ -60,7 +59,7 @@ def _compact(record: Fields) -> Iterator[Draft]:
         item = Fields(value, record.losses, f"data[{number}]" if several else "data")
         name = f"{place}/{number}" if several else place
         for inner in ("trajectory", "trajectory_group"):  # of a tokenized one
-            item = (item.fields(inner) if isinstance(item.peek(inner), dict) else None) or item
+            item = (item.maybe_fields(inner)) or item
         if "trajectories" in item:
             yield from _group(item, name)
         elif str(record.peek("kind")).startswith(("tokenized_histor", "tensorized_histor")):

@@ -18,7 +18,7 @@ from memopd_trace.convert.fields import Fields
 from memopd_trace.convert.format import Format
 from memopd_trace.convert.losses import BrokenRecord, Issue, Losses, NotACall
 from memopd_trace.convert.records import Record, json_records
-from memopd_trace.convert.transcript import each_of, plain_content
+from memopd_trace.convert.transcript import each_of, is_reasoned, plain_content
 from memopd_trace.invocation import Sampling
 
 REFERENCES = ("attachment://", "tc://")
@@ -158,7 +158,7 @@ class _Sample:
             place=f"{self.losses.place} {choice.path}",
             key=key if not number else f"{key}#{number}",
             answer=answer,
-            reasoned=bool(answer.get("reasoning_content")),
+            reasoned=is_reasoned(answer),
             finish_reason=STOPS.get(word or "", finish_reason(word)),
             **common,
         )
@@ -290,7 +290,7 @@ def _scores(sample: Fields) -> dict[str, float] | None:
     scores = sample.fields("scores")
     found: dict[str, float] = {}
     for name in scores or ():
-        score = scores.fields(name) if scores and isinstance(scores.peek(name), dict) else None
+        score = scores.maybe_fields(name) if scores else None
         value = score.peek("value") if score else None
         for key, item in value.items() if isinstance(value, dict) else [("", value)]:
             number = GRADES.get(item) if isinstance(item, str) else item

@@ -7,10 +7,10 @@ from typing import Any
 
 from memopd_trace.convert import exchange, langchain
 from memopd_trace.convert.draft import Call, Chat, Draft, finish_reason
-from memopd_trace.convert.fields import Fields
+from memopd_trace.convert.fields import Fields, as_score
 from memopd_trace.convert.format import Format
 from memopd_trace.convert.losses import BrokenRecord, Losses, NotACall
-from memopd_trace.convert.spans import from_json
+from memopd_trace.convert.records import from_json
 from memopd_trace.convert.transcript import is_reasoned
 
 
@@ -67,8 +67,8 @@ def _generation(observation: Fields, losses: Losses) -> Call:
         ended_at=observation.time("endTime"),
     )
     call.order = call.started_at.timestamp() if call.started_at else None
-    call.reasoned = isinstance(call.answer, dict) and is_reasoned(call.answer)
-    settings = observation.fields("modelParameters") if isinstance(observation.peek("modelParameters"), dict) else None
+    call.reasoned = is_reasoned(call.answer)
+    settings = observation.maybe_fields("modelParameters")
     if settings is not None:
         call.sampling = exchange.sampling(settings)
     if isinstance(said, dict) and isinstance(said.get("finish_reason"), str):
@@ -81,7 +81,7 @@ def _generation(observation: Fields, losses: Losses) -> Call:
 def _counts(observation: Fields) -> tuple[int | None, int | None]:
     """Tokens of prompt and output; where a part of a prompt is counted apart (a cache), its count is not the whole."""
     for name in ("usageDetails", "usage"):
-        usage = observation.fields(name) if isinstance(observation.peek(name), dict) else None
+        usage = observation.maybe_fields(name)
         if usage is not None and "input" in usage:
             apart = any(usage.peek(n) for n in usage if n.startswith("input_"))
             return None if apart else usage.whole("input"), usage.whole("output")
@@ -130,13 +130,13 @@ def _all_objects(value: Any) -> bool:
 
 def _credit(score: Fields, draft: Draft, by_call: dict[str | None, Call]) -> None:
     """A score that is a number: of the call that it names, else of the trace."""
-    name, value, about = score.peek("name"), score.peek("value"), score.peek("observationId")
-    if not isinstance(name, str) or type(value) not in (int, float) or abs(value) >= 2**53:
+    name, number, about = score.peek("name"), as_score(score.peek("value")), score.peek("observationId")
+    if not isinstance(name, str) or number is None:
         return
     if about is None:
-        draft.rewards = {**(draft.rewards or {}), name: float(value)}
+        draft.rewards = {**(draft.rewards or {}), name: number}
     elif isinstance(about, str) and about in by_call:
-        by_call[about].rewards = {**(by_call[about].rewards or {}), name: float(value)}
+        by_call[about].rewards = {**(by_call[about].rewards or {}), name: number}
 
 
 FORMAT = Format(

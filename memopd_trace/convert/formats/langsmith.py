@@ -16,8 +16,7 @@ from memopd_trace.convert.draft import Call, Chat, Draft, finish_reason
 from memopd_trace.convert.fields import Fields
 from memopd_trace.convert.format import Format
 from memopd_trace.convert.losses import BrokenRecord, Losses, NotACall
-from memopd_trace.convert.records import SUFFIXES
-from memopd_trace.convert.spans import from_json
+from memopd_trace.convert.records import SUFFIXES, from_json
 from memopd_trace.convert.tables import PARQUET, rows_or_json
 from memopd_trace.convert.transcript import is_reasoned
 
@@ -76,8 +75,8 @@ def _without_children(run: Fields) -> dict[str, Any]:
 
 def _calls(run: Fields) -> list[Call]:
     """The calls of a run, none where it failed. A further answer to a prompt has the number of the first as parent."""
-    asked = run.fields("inputs") if isinstance(run.peek("inputs"), dict) else None
-    said = run.fields("outputs") if isinstance(run.peek("outputs"), dict) else None
+    asked = run.maybe_fields("inputs")
+    said = run.maybe_fields("outputs")
     if said is None:
         return []
     losses, usage = run.losses, said.fields("usage_metadata")
@@ -112,10 +111,9 @@ def _describe(call: Call, run: Fields, number: int) -> None:
     call.place = f"{run.losses.place} {run.path}".rstrip()
     call.started_at, call.ended_at = run.time("start_time"), run.time("end_time")
     call.order = _order(run, call)
-    told = run.fields("extra") if isinstance(run.peek("extra"), dict) else None
-    places = [told.fields(n) for n in ("metadata", "invocation_params") if told and isinstance(told.peek(n), dict)]
-    for place in places:
-        assert place is not None
+    told = run.maybe_fields("extra")
+    places = [told.maybe_fields(n) for n in ("metadata", "invocation_params")] if told else []
+    for place in filter(None, places):
         names = [n for n in MODEL if isinstance(place.peek(n), str)]
         call.model = call.model or (place.text(names[0]) if names else None)
         if call.sampling is None:
@@ -163,13 +161,13 @@ def _generations(run: Fields, asked: Fields | None, said: Fields) -> list[Call]:
 
 def _generation(generation: Fields, prompt: Chat | str | None) -> Call:
     call = Call(place="", prompt=prompt)
-    info = generation.fields("generation_info") if isinstance(generation.peek("generation_info"), dict) else None
+    info = generation.maybe_fields("generation_info")
     value = langchain.unpacked(generation.any("message"))
     if isinstance(value, dict):
         told = Fields(value, generation.losses, f"{generation.path}.message")
         call.answer = {**langchain.message(told), "role": "assistant"}
         call.reasoned = is_reasoned(call.answer)
-        info = (told.fields("response_metadata") if isinstance(told.peek("response_metadata"), dict) else None) or info
+        info = (told.maybe_fields("response_metadata")) or info
         usage = told.fields("usage_metadata")
         call.counts = (usage.whole("input_tokens"), usage.whole("output_tokens")) if usage else (None, None)
         generation.any("text")
@@ -241,8 +239,8 @@ def _plain(asked: Fields | None, said: Fields, losses: Losses) -> Call:
 
 def _tools(run: Fields) -> list[dict[str, Any]] | None:
     """The tools that LangChain offered, which are among the settings of the call."""
-    told = run.fields("extra") if isinstance(run.peek("extra"), dict) else None
-    given = told.fields("invocation_params") if told and isinstance(told.peek("invocation_params"), dict) else None
+    told = run.maybe_fields("extra")
+    given = told.maybe_fields("invocation_params") if told else None
     return _objects(given.any("tools")) if given is not None else None
 
 
@@ -256,11 +254,11 @@ def _without_told(run: Fields) -> dict[str, Any]:
 
 def _scores(run: Fields) -> dict[str, float] | None:
     """Feedback on a run, by its key: the mean where there were several."""
-    stats = run.fields("feedback_stats") if isinstance(run.peek("feedback_stats"), dict) else None
+    stats = run.maybe_fields("feedback_stats")
     found: dict[str, float] = {}
     for key in list(stats) if stats is not None else ():
         assert stats is not None
-        value = stats.fields(key) if isinstance(stats.peek(key), dict) else None
+        value = stats.maybe_fields(key)
         if value is not None and type(value.peek("avg")) in (int, float) and (mean := value.number("avg")) is not None:
             found[key] = mean
     return found or None

@@ -8,20 +8,17 @@ a trial: there a call is told again by those behind it, and stays one.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator
-from pathlib import Path
+from collections.abc import Iterator
 from typing import Any
-
-import pyarrow as pa
-import pyarrow.parquet as pq
 
 from memopd_trace.convert.assemble import to_text
 from memopd_trace.convert.draft import Call, Chat, Draft
 from memopd_trace.convert.fields import Fields
 from memopd_trace.convert.format import Format
-from memopd_trace.convert.losses import BrokenRecord, Issue, Losses, NotACall
-from memopd_trace.convert.records import Record, json_records, parse
-from memopd_trace.errors import first_line
+from memopd_trace.convert.losses import BrokenRecord, Losses, NotACall
+from memopd_trace.convert.records import SUFFIXES, json_in
+from memopd_trace.convert.tables import PARQUET, rows_or_json
+from memopd_trace.convert.transcript import is_reasoned
 
 NAMES = ("id", "conversation_id", "uuid", "prompt_id")
 ROLES = {
@@ -30,25 +27,6 @@ ROLES = {
     "tool": "tool", "function": "tool", "observation": "tool", "function_response": "tool",
     "function_call": "function_call",
 }  # fmt: skip
-BATCH = 64  # rows of a Parquet file in memory at once
-
-
-def records(files: Iterable[Path]) -> Iterator[Record | Issue]:
-    """Rows of Parquet files, and JSON."""
-    for file in files:
-        yield from _of_parquet(file) if file.suffix == ".parquet" else json_records([file])
-
-
-def _of_parquet(file: Path) -> Iterator[Record | Issue]:
-    try:
-        number = 0
-        with pq.ParquetFile(file) as table:
-            for batch in table.iter_batches(BATCH):
-                for row in batch.to_pylist():
-                    yield Record(f"{file}[{number}]", row)
-                    number += 1
-    except (OSError, pa.ArrowException, UnicodeError) as error:
-        yield Issue(str(file), f"cannot be read to its end: {first_line(error)}")
 
 
 def read(value: Any, losses: Losses) -> Iterator[Draft]:
@@ -74,7 +52,7 @@ def read(value: Any, losses: Losses) -> Iterator[Draft]:
                 model=model,
                 prompt=Chat(messages=messages[:number], tools=tools, options=options),
                 answer=message,
-                reasoned=bool(message.get("reasoning_content") or message.get("reasoning")),
+                reasoned=is_reasoned(message),
             ))  # fmt: skip
     if not draft.calls:
         raise NotACall("no message of an assistant")
@@ -113,8 +91,7 @@ def _message(message: Fields) -> dict[str, Any]:
     message.drop()
     if role != "function_call":
         return {"role": role, "content": content, **others}
-    found = parse(content.encode("utf-8", "replace"), "") if isinstance(content, str) else None
-    made = found.value if isinstance(found, Record) else content
+    made = json_in(content, content) if isinstance(content, str) else content
     calls = [{"type": "function", "function": c} for c in (made if isinstance(made, list) else [made])]
     if not all(isinstance(c["function"], dict) for c in calls):
         raise BrokenRecord(f"{message.path}: a call of a function that is no object")
@@ -125,8 +102,7 @@ def _tools(record: Fields) -> list[dict[str, Any]] | None:
     """The tools, which some data sets hold as JSON in a text."""
     value = record.any("tools")
     if isinstance(value, str):
-        found = parse(value.encode("utf-8", "replace"), "")
-        value = found.value if isinstance(found, Record) else None
+        value = json_in(value)
         if value is None and record.peek("tools").strip():
             record.losses.degrade("tools that cannot be read are left out")
     return [t for t in value if isinstance(t, dict)] or None if isinstance(value, list) else None
@@ -137,8 +113,8 @@ FORMAT = Format(
     title="Conversations: `messages`, ShareGPT, prompt and completion; JSON and Parquet",
     exactness="text",
     read=read,
-    records=records,
-    suffixes=(".json", ".jsonl", ".ndjson", ".parquet"),
+    records=rows_or_json,
+    suffixes=(PARQUET, *SUFFIXES),
     unsaid=(
         "no_token_ids", "no_logprobs", "no_sampling", "no_policy_version", "no_finish_reason", "no_reward", "no_end",
         "no_group", "no_rewrite_kind", "lossy_text",

@@ -225,8 +225,8 @@ class Stream:
                 call.model = call.model or self.model
 
     def _state(self, state: Fields) -> None:
-        agent = state.fields("agent") if isinstance(state.peek("agent"), dict) else None
-        llm = agent.fields("llm") if agent and isinstance(agent.peek("llm"), dict) else None
+        agent = state.maybe_fields("agent")
+        llm = agent.maybe_fields("llm") if agent else None
         if llm is not None:
             self.model = llm.text("model") or self.model
             self.sampling = exchange.sampling(llm)
@@ -301,7 +301,7 @@ class Stream:
             sampling=self.sampling,
             prompt=Chat(messages=context, tools=self.tools) if context else None,
             answer=answer,
-            reasoned=isinstance(answer, dict) and is_reasoned(answer),
+            reasoned=is_reasoned(answer),
             parent=self.calls[-1].key if self.calls else None,
             rewrite_kind=self.rewritten,
             ended_at=event.time("timestamp"),

@@ -7,11 +7,12 @@ from typing import Any
 
 from memopd_trace.convert import exchange
 from memopd_trace.convert.draft import Chat, Draft, finish_reason
-from memopd_trace.convert.fields import Fields
+from memopd_trace.convert.fields import Fields, as_score
 from memopd_trace.convert.format import Format
 from memopd_trace.convert.formats.otel import messages_of
 from memopd_trace.convert.losses import Losses, NotACall
-from memopd_trace.convert.spans import Span, from_json, numbered, records, span_of
+from memopd_trace.convert.records import from_json
+from memopd_trace.convert.spans import Span, numbered, records, span_of
 from memopd_trace.convert.transcript import is_reasoned, plain_content
 
 
@@ -32,7 +33,7 @@ def read(value: Any, losses: Losses) -> Iterator[Draft]:
     if messages:
         call.prompt = Chat(messages=messages, tools=[t for t in tools if isinstance(t, dict)] or None)
     call.answer = answers[0] if answers else _said(said)
-    call.reasoned = isinstance(call.answer, dict) and is_reasoned(call.answer)
+    call.reasoned = is_reasoned(call.answer)
     call.model = next((m for n in ("llm.response.model_name", "llm.model_name") if (m := about.text(n))), None)
     settings = from_json(about.any("llm.invocation_parameters"))
     if isinstance(settings, dict):
@@ -106,8 +107,8 @@ def _scores(span: Span) -> dict[str, float] | None:
         for item in numbered(span.attributes, prefix):
             name = item.peek(f"{prefix[:-1]}.name") or item.peek("name")
             score = item.peek(f"{prefix[:-1]}.score") if f"{prefix[:-1]}.score" in item else item.peek("score")
-            if isinstance(name, str) and type(score) in (int, float) and abs(score) < 2**53:
-                found[name] = float(score)
+            if isinstance(name, str) and (number := as_score(score)) is not None:
+                found[name] = number
     return found or None
 
 

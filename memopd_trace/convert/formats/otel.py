@@ -8,10 +8,11 @@ from typing import Any
 
 from memopd_trace.convert.assemble import to_text
 from memopd_trace.convert.draft import Chat, Draft, finish_reason
-from memopd_trace.convert.fields import Fields
+from memopd_trace.convert.fields import Fields, as_score
 from memopd_trace.convert.format import Format
 from memopd_trace.convert.losses import BrokenRecord, Losses, NotACall
-from memopd_trace.convert.spans import Span, from_json, numbered, records, span_of
+from memopd_trace.convert.records import from_json
+from memopd_trace.convert.spans import Span, numbered, records, span_of
 from memopd_trace.convert.transcript import is_reasoned, plain_content
 from memopd_trace.invocation import Sampling
 
@@ -37,7 +38,7 @@ def read(value: Any, losses: Losses) -> Iterator[Draft]:
     call.key = about.name("gen_ai.response.id") or call.key
     call.model = about.text("gen_ai.response.model") or about.text("gen_ai.request.model")
     call.sampling = _sampling(about)
-    call.reasoned = isinstance(call.answer, dict) and is_reasoned(call.answer)
+    call.reasoned = is_reasoned(call.answer)
     words = about.any("gen_ai.response.finish_reasons")
     word = words[0] if isinstance(words, list) and words and isinstance(words[0], str) else ended
     call.finish_reason = "tool_calls" if word == "tool_call" else finish_reason(word)
@@ -171,8 +172,8 @@ def _evaluations(span: Span) -> dict[str, float] | None:
     found: dict[str, float] = {}
     for _, event in span.events:
         name, score = event.peek("gen_ai.evaluation.name"), event.peek("gen_ai.evaluation.score.value")
-        if isinstance(name, str) and type(score) in (int, float) and abs(score) < 2**53:
-            found[name] = float(score)
+        if isinstance(name, str) and (number := as_score(score)) is not None:
+            found[name] = number
     return found or None
 
 

@@ -12,7 +12,6 @@ from typing import Any
 from memopd_trace.convert.draft import Call, Chat, Draft, finish_reason
 from memopd_trace.convert.exchange import calls, part, sampling
 from memopd_trace.convert.fields import Fields
-from memopd_trace.convert.flattened import take_version
 from memopd_trace.convert.format import Format
 from memopd_trace.convert.losses import BrokenRecord, Losses, NotACall
 
@@ -87,7 +86,7 @@ def _step(step: Fields, agent: str | None) -> Call:
         answer=answer,
         reasoned=bool(step.peek("thought")),
         reward=step.number("reward"),
-        policy_version=take_version(step, "weight_version"),
+        policy_version=step.version("weight_version"),
     )
     if output is not None:
         if call.prompt_ids is None:
@@ -158,7 +157,7 @@ def _exchange(record: Fields) -> Draft:
         prompt=Chat(messages=messages) if messages else None,
         answer=None if answer is None else answer.value,
         finish_reason=finish_reason(record.name("finish_reason")),
-        policy_version=take_version(record, "weight_version"),
+        policy_version=record.version("weight_version"),
         ended_at=record.time("timestamp"),
         sampling=sampling(request) if request is not None else None,
     )

@@ -59,7 +59,7 @@ def _add_meta(call: Call, answer: Fields) -> None:
         return
     call.key = meta.name("id") or call.key
     call.counts = meta.whole("prompt_tokens"), meta.whole("completion_tokens")
-    call.policy_version = _version(meta)
+    call.policy_version = meta.version("weight_version")
     why = meta.fields("finish_reason")
     call.finish_reason = call.finish_reason or finish_reason(None if why is None else why.text("type"))
     triples = meta.items("output_token_logprobs")
@@ -70,14 +70,6 @@ def _add_meta(call: Call, answer: Fields) -> None:
         call.logprobs = as_logprobs([t[0] for t in triples], answer.losses, path)
         if call.output_ids is None:
             call.output_ids = as_ids([t[1] for t in triples], path)
-
-
-def _version(meta: Fields) -> int | None:
-    """The weights' version, where it is a number."""
-    value = meta.peek("weight_version")
-    if type(value) is int or (isinstance(value, str) and value.isdecimal() and len(value) < 19):
-        return int(meta.any("weight_version"))
-    return None
 
 
 FORMAT = Format(

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from memopd_trace.convert.draft import Call, Chat, Draft
-from memopd_trace.convert.fields import Fields, as_ids
-from memopd_trace.convert.flattened import split, version_of
+from memopd_trace.convert.fields import Fields, as_ids, version_of
+from memopd_trace.convert.flattened import split
 from memopd_trace.convert.format import Format
 from memopd_trace.convert.losses import BrokenRecord, Issue, Losses
 from memopd_trace.convert.pickled import PICKLED, load

@@ -14,7 +14,7 @@ from memopd_trace.convert.draft import Call, Chat, Draft
 from memopd_trace.convert.fields import Fields
 from memopd_trace.convert.format import Format
 from memopd_trace.convert.losses import BrokenRecord, Losses, NotACall
-from memopd_trace.convert.records import Record, parse
+from memopd_trace.convert.records import json_in
 from memopd_trace.convert.transcript import answers, chat_message, count_lost_calls, is_reasoned
 from memopd_trace.invocation import Sampling
 
@@ -98,8 +98,7 @@ def _settings(record: Fields) -> tuple[str | None, Sampling | None]:
     """(the model's name, its settings) out of the configuration, which is JSON in a text."""
     found = record.peek("replay_config")
     if isinstance(found, str):
-        config = parse(found.encode("utf-8", "replace"), "")
-        found = config.value if isinstance(config, Record) else None
+        found = json_in(found)
     for name in ("agent", "model"):
         found = found.get(name) if isinstance(found, dict) else None
     if not isinstance(found, dict):

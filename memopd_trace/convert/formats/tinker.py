@@ -1,4 +1,4 @@
-"""Tinker cookbook: what its capture keeps (`captured.py`), and its former token database, Parquet with one turn a row.
+"""Tinker cookbook: what its capture keeps (`tinkercapture`), and its former token database: Parquet, one turn a row.
 
 Rows of a trajectory stand in order, and an observation that goes on from the turn before is stored as what it adds
 (`ob_is_delta`).
@@ -7,35 +7,30 @@ Rows of a trajectory stand in order, and an observation that goes on from the tu
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from datetime import datetime
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import orjson
-import pyarrow as pa
-import pyarrow.parquet as pq
 
-from memopd_trace.convert.captured import captured, is_captured
 from memopd_trace.convert.draft import Call, Draft, finish_reason
 from memopd_trace.convert.fields import Fields
-from memopd_trace.convert.flattened import check_size, take_version
+from memopd_trace.convert.flattened import check_size
 from memopd_trace.convert.format import Format
 from memopd_trace.convert.losses import BrokenRecord, Issue, Losses, NotACall
-from memopd_trace.convert.records import SUFFIXES, Record, json_records
-from memopd_trace.errors import first_line
+from memopd_trace.convert.records import SUFFIXES, Record
+from memopd_trace.convert.tables import PARQUET, rows_or_json
+from memopd_trace.convert.tinkercapture import captured, is_captured
 from memopd_trace.invocation import IDS
 
-PARQUET = ".parquet"
 NAMES = ("run_id", "run_attempt", "split", "iteration", "group_idx", "traj_idx", "source")
-MAPS = ("metrics", "attrs", "token_metrics")
-ROWS = 64  # at once in memory
 
 
 def records(files: Iterable[Path]) -> Iterator[Record | Issue]:
     """A record for the rows of each trajectory, as far as they stand behind one another."""
     rows: list[Record] = []
-    for found in _rows(files):
+    for found in chain.from_iterable(map(_apart, rows_or_json(files))):
         if isinstance(found, Issue):
             yield found
             continue
@@ -47,23 +42,6 @@ def records(files: Iterable[Path]) -> Iterator[Record | Issue]:
         yield _together(rows)
 
 
-def _rows(files: Iterable[Path]) -> Iterator[Record | Issue]:
-    for file in files:
-        if file.suffix != PARQUET:
-            for found in json_records([file]):
-                yield from _apart(found)
-            continue
-        number = 0
-        try:
-            with pq.ParquetFile(file) as parquet:
-                for batch in parquet.iter_batches(ROWS):
-                    for row in batch.to_pylist():
-                        yield Record(f"{file}[{number}]", _plain(row))
-                        number += 1
-        except (OSError, pa.ArrowException, UnicodeError) as error:
-            yield Issue(f"{file}[{number}]", f"cannot be read to its end: {first_line(error)}")
-
-
 def _apart(found: Record | Issue) -> Iterator[Record | Issue]:
     """The rows of a page that the capture's store answers with; others as they are."""
     rows = found.value.get("rows") if isinstance(found, Record) and isinstance(found.value, dict) else None
@@ -72,14 +50,6 @@ def _apart(found: Record | Issue) -> Iterator[Record | Issue]:
         return
     for number, row in enumerate(rows):
         yield Record(f"{found.place}.rows[{number}]", row)
-
-
-def _plain(row: dict[str, Any]) -> dict[str, Any]:
-    """A row as JSON would have it."""
-    for name in MAPS:
-        if isinstance(row.get(name), list):
-            row[name] = dict(row[name])
-    return {name: value.isoformat() if isinstance(value, datetime) else value for name, value in row.items()}
 
 
 def _follows(before: Any, after: Any) -> bool:
@@ -155,7 +125,7 @@ def _call(row: Fields, before: IDS | None) -> tuple[Call | None, Draft]:
         output_ids=output,
         logprobs=row.logprobs("ac_logprobs"),
         finish_reason=finish_reason(row.name("stop_reason")),
-        policy_version=take_version(row, "sampling_client_step"),
+        policy_version=row.version("sampling_client_step"),
         reward=row.number("reward"),
     )
     draft.extra = {n: v for n in ("total_reward", "final_reward") if (v := row.number(n)) is not None}

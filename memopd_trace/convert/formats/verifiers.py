@@ -16,11 +16,12 @@ import numpy as np
 
 from memopd_trace.convert.draft import Call, Chat, Draft, finish_reason
 from memopd_trace.convert.exchange import sampling
-from memopd_trace.convert.fields import Fields
-from memopd_trace.convert.flattened import check_size, version_of
+from memopd_trace.convert.fields import Fields, version_of
+from memopd_trace.convert.flattened import check_size
 from memopd_trace.convert.format import Format
 from memopd_trace.convert.losses import BrokenRecord, Issue, Losses, NotACall
 from memopd_trace.convert.records import Record, json_records
+from memopd_trace.convert.transcript import is_reasoned
 from memopd_trace.convert.verifiersresults import openai_message, result
 from memopd_trace.invocation import IDS, MaskedFloats
 
@@ -216,7 +217,7 @@ class _Graph:
             key=str(index),
             prompt=Chat(messages=[self.messages[i] for i in before], tools=tools),
             answer=self.messages[index],
-            reasoned=bool(self.messages[index].get("reasoning_content")),
+            reasoned=is_reasoned(self.messages[index]),
             finish_reason=finish_reason(self.nodes[index].name("finish_reason")),
         )
         self._give_ids(call, index, before)

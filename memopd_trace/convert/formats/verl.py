@@ -11,8 +11,8 @@ from collections.abc import Iterator
 from typing import Any
 
 from memopd_trace.convert.draft import Call, Draft
-from memopd_trace.convert.fields import Fields
-from memopd_trace.convert.flattened import split, version_of
+from memopd_trace.convert.fields import Fields, version_of
+from memopd_trace.convert.flattened import split
 from memopd_trace.convert.format import Format
 from memopd_trace.convert.losses import BrokenRecord, Losses
 
