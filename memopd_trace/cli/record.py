@@ -44,7 +44,9 @@ def record(
     ),
     listen: str = typer.Option("127.0.0.1:8100", metavar="HOST:PORT", help="Where agents find the proxy; port 0: any."),
     output: Path = typer.Option(..., "--output", "-o", help="The trace's folder; one of a killed run is gone on with."),
-    tokenizer: Path | None = typer.Option(None, help="The model's folder: tokenizer.json, config.json, …"),
+    tokenizer: Path | None = typer.Option(
+        None, metavar="DIR", help="The model's folder: tokenizer.json, config.json, …"
+    ),
     model: list[str] = typer.Option([], metavar="NAME", help="A model that the upstream serves; default: ask it."),
     episode: str | None = typer.Option(None, help="The episode of calls that name none; default: not recorded."),
     logprob_kind: LogprobKind = typer.Option(
@@ -72,8 +74,9 @@ def record(
 
     End it with Ctrl-C; the folder is then a complete trace. See docs/record.md.
 
-    Example: memopd-trace record --upstream http://127.0.0.1:8000 --listen 127.0.0.1:8100 -o runs/today
+    Example: memopd-trace record --upstream http://127.0.0.1:8000 --tokenizer models/student -o runs/today
     """
+    server = require("memopd_trace.record.proxy.server", "record", "recording")  # first: it needs the most
     proxy = require("memopd_trace.record.proxy", "record", "recording")
     folder = require("memopd_trace.record.modelfolder", "record", "recording")
     if upstream is None and not finish:
@@ -99,7 +102,7 @@ def record(
         timeout=timeout,
         idle=idle,
     )
-    summary = proxy.record(
+    summary = server.record(
         output,
         options,
         models=model or None,

@@ -37,8 +37,8 @@ from memopd_trace.behaviour import restricts
 from memopd_trace.errors import UsageError
 from memopd_trace.invocation import IDS, Sampling
 from memopd_trace.pieces import Pieces
+from memopd_trace.record.call import Sampled
 from memopd_trace.record.hook import Hook, Into, now
-from memopd_trace.record.proxy.records import Sampled
 from memopd_trace.record.recorder import TraceRecorder
 
 DEFAULTS: dict[str, Any] = {  # Transformers' own, where neither the call nor the model's folder says anything
@@ -119,7 +119,8 @@ class TransformersHook(Hook):
             **more,
         )
         sequences_BT = found if isinstance(found, Tensor) else found.sequences
-        self._take(into, prompts, sequences_BT, settings, sampling, watch, ends, started)
+        with self.answered():
+            self._take(into, prompts, sequences_BT, settings, sampling, watch, ends, started)
         return found
 
     def _take(

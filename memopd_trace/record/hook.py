@@ -10,25 +10,27 @@ Lineage is the caller's where it is declared and the ids bear it out, else the i
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import math
 import threading
 import time
 import weakref
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
-from memopd_trace.errors import UsageError
+from memopd_trace.errors import UsageError, first_line
 from memopd_trace.invocation import Invocation, Sampling, Segment
 from memopd_trace.pieces import Pieces
-from memopd_trace.record.proxy.headers import Declared, Labels
-from memopd_trace.record.proxy.records import CallRecord, Sampled
-from memopd_trace.record.proxy.rows import Earlier, make_row
+from memopd_trace.record.call import CallRecord, DeclaredSegment, Labels, Sampled
 from memopd_trace.record.recorder import EpisodeRecorder, TraceRecorder
+from memopd_trace.record.rows import Earlier, make_row
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,7 +83,8 @@ class Hook:
         self._notice = logging.getLogger(__name__).warning if notice is None else notice
         self._into: ContextVar[Into | None] = ContextVar("into", default=None)
         self._earlier: weakref.WeakKeyDictionary[EpisodeRecorder, Earlier] = weakref.WeakKeyDictionary()
-        self._lock = threading.Lock()
+        self._waiting: deque[tuple[Into, Turn, CallRecord]] = deque()
+        self._taking: int | None = None  # the thread that makes rows
 
     @contextmanager
     def into(self, *turns: EpisodeRecorder | Turn) -> Iterator[list[Invocation]]:
@@ -90,17 +93,31 @@ class Hook:
         (a batch), each is one turn's, where several are given.
 
         Raises:
-            UsageError: no turn, or an episode of another recorder.
+            UsageError: no turn, an episode of another recorder, or a reward that is no finite number.
         """
         found = tuple(Turn(episode=t) if isinstance(t, EpisodeRecorder) else t for t in turns)
         if not found or any(not self.recorder.owns(t.episode) for t in found):
             raise UsageError("into() needs episodes of this hook's recorder")
+        for turn in found:
+            if turn.reward is not None and not _is_finite(turn.reward):
+                raise UsageError(f"a turn's reward is {turn.reward!r}, no finite number", hint="None = not scored")
         into = Into(found)
         token = self._into.set(into)
         try:
             yield into.rows
         finally:
-            self._into.reset(token)
+            with contextlib.suppress(ValueError):  # a generator that is closed elsewhere: nothing was set there
+                self._into.reset(token)
+
+    @contextmanager
+    def answered(self) -> Iterator[None]:
+        """Read what a call gave: its caller is to get it, whatever is wrong with it here, so a fault is counted."""
+        try:
+            yield
+        except UsageError as error:
+            self.skip(f"no valid row ({error.code or error.message})")
+        except Exception as error:  # of answers that no version of the server or engine that is known here gives
+            self.skip(f"not understood ({type(error).__name__}: {first_line(error)})")
 
     def skip(self, reason: str) -> None:
         """Count a call that was made and is not recorded; the first of a kind is told."""
@@ -150,23 +167,31 @@ class Hook:
             accepted=accepted,
             extra=extra or {},
         )
-        with self._lock, self.recorder.lock:
-            if episode.closed:
-                self.skip("the episode has ended")
-                return
-            made: list[Invocation] = []
-            for output in outputs:
+        self._waiting.append((into, turn, record))
+        if self._taking == threading.get_ident():
+            return  # amid another call: an open stream was collected as garbage, or `notice` called; it comes next
+        with self.recorder.lock:
+            self._taking = threading.get_ident()
+            try:
+                while self._waiting:
+                    self._make(*self._waiting.popleft())
+            finally:
+                self._taking = None
+
+    def _make(self, into: Into, turn: Turn, record: CallRecord) -> None:
+        if turn.episode.closed:
+            self.skip("the episode has ended")
+            return
+        made: list[Invocation] = []
+        for output in record.outputs:
+            with self.answered():
                 self._add(record, output, turn, made)
-            into.rows += made
+        into.rows += made
 
     def _add(self, record: CallRecord, output: Sampled, turn: Turn, made: list[Invocation]) -> None:
         episode, earlier = turn.episode, self._known(turn.episode)
         sibling = next((i for i in made if np.array_equal(i.prompt_ids, output.prompt)), None)
-        try:
-            found = make_row(record, output, earlier, sibling, self.recorder.metadata, self._pieces)
-        except UsageError as error:
-            self.skip(f"no valid row ({error.code or error.message})")
-            return
+        found = make_row(record, output, earlier, sibling, self.recorder.metadata, self._pieces)
         self._count(self.notes, "not all of a call was recorded", found.notes)
         row = found.row
         if not made and record.accepted is not False and turn.reward is not None:
@@ -200,6 +225,13 @@ def now() -> int:
     return time.time_ns() // 1000
 
 
+def _is_finite(value: Any) -> bool:
+    try:
+        return math.isfinite(value)  # also of NumPy's and torch's numbers
+    except (TypeError, ValueError, OverflowError):
+        return False
+
+
 def _name(index: int) -> str:
     return f"#{index}"
 
@@ -208,7 +240,9 @@ def _labels(turn: Turn, episode: EpisodeRecorder, retry: int) -> Labels:
     segments = None
     if turn.segments is not None:
         segments = tuple(
-            Declared(s.start, s.stop, s.kind, None if s.source_index is None else _name(s.source_index), s.source_start)
+            DeclaredSegment(
+                s.start, s.stop, s.kind, None if s.source_index is None else _name(s.source_index), s.source_start
+            )
             for s in turn.segments
         )
     return Labels(

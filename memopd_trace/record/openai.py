@@ -95,6 +95,15 @@ class _Exchange:
         count = sent.headers.get("x-stainless-retry-count", "")
         self._retry = int(count[:4]) if count.isdecimal() else 0
 
+    @contextlib.contextmanager
+    def unanswered(self) -> Iterator[None]:
+        """Wait for the answer: a call that fails, or that its caller cancels, is counted."""
+        try:
+            yield
+        except BaseException:
+            self._skip("no whole answer")
+            raise
+
     def foreign(self, status: int) -> None:
         """The server took the request only as it was."""
         self._skip(NO_IDS if status < 300 else f"upstream answered {status}")
@@ -143,7 +152,21 @@ class _Exchange:
             return
         if self._answer.why_not == UPSTREAM_ERROR:  # what came in front of it was sampled all the same
             self._answer.why_not = None
-        self._take(reason, broken_off=True)
+        with self._hook.answered():
+            self._take(reason, broken_off=True)
+        self._done = True
+
+    def _read_on(self, document: Any, *, whole: bool) -> None:
+        """Take in a whole answer, or the next event of one."""
+        understood = False
+        with self._hook.answered():
+            self._answer.feed(document)
+            if whole:
+                self._take(NO_IDS)
+            elif self._answer.finished:
+                self._finish()
+            understood = True
+        self._done |= not understood  # of an answer that is not understood nothing is made
 
     def _document(self, data: bytes) -> bytes:
         try:
@@ -152,8 +175,7 @@ class _Exchange:
         except (ValueError, RecursionError):
             self._skip("unreadable answer")
             return data
-        self._answer.feed(document)
-        self._take(NO_IDS)
+        self._read_on(document, whole=True)
         shown = for_client(text, document, self._read)
         return data if shown is None else shown.encode()
 
@@ -169,9 +191,7 @@ class _Exchange:
         except (ValueError, RecursionError):
             self._skip("unreadable answer")
             return event.raw
-        self._answer.feed(document)
-        if self._answer.finished:
-            self._finish()
+        self._read_on(document, whole=False)
         shown = for_client(text, document, self._read)
         return b"" if shown is None else event.with_data(shown.encode())
 
@@ -252,7 +272,8 @@ class _Client(httpx2.Client):
         exchange = _exchange(self._hook, request)
         if exchange is None:
             return self._inner.send(request, stream=stream, **kwargs)
-        response = self._inner.send(exchange.amended, stream=True, **kwargs)
+        with exchange.unanswered():
+            response = self._inner.send(exchange.amended, stream=True, **kwargs)
         if response.status_code in FOREIGN_FIELDS:  # perhaps for what was added
             response.close()
             response = self._inner.send(request, stream=stream, **kwargs)
@@ -264,7 +285,8 @@ class _Client(httpx2.Client):
                 made.read()
             return made
         try:
-            response.read()
+            with exchange.unanswered():
+                response.read()
         finally:
             response.close()
         return exchange.whole(response)
@@ -305,7 +327,8 @@ class _AsyncClient(httpx2.AsyncClient):
         exchange = _exchange(self._hook, request)
         if exchange is None:
             return await self._inner.send(request, stream=stream, **kwargs)
-        response = await self._inner.send(exchange.amended, stream=True, **kwargs)
+        with exchange.unanswered():
+            response = await self._inner.send(exchange.amended, stream=True, **kwargs)
         if response.status_code in FOREIGN_FIELDS:  # perhaps for what was added
             await response.aclose()
             response = await self._inner.send(request, stream=stream, **kwargs)
@@ -317,7 +340,8 @@ class _AsyncClient(httpx2.AsyncClient):
                 await made.aread()
             return made
         try:
-            await response.aread()
+            with exchange.unanswered():
+                await response.aread()
         finally:
             await response.aclose()
         return exchange.whole(response)

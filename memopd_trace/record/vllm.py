@@ -18,12 +18,12 @@ import numpy as np
 from memopd_trace.errors import UsageError
 from memopd_trace.metadata import Model
 from memopd_trace.pieces import Pieces
+from memopd_trace.record.call import Logprobs, Sampled
 from memopd_trace.record.fingerprint import config_digest, tokenizer_metadata
 from memopd_trace.record.hook import Hook, Into, now
 from memopd_trace.record.modelfolder import SETTINGS, sampling_of
 from memopd_trace.record.prompt import as_ids
 from memopd_trace.record.proxy.answer import FINISH, NO_IDS, as_logprob
-from memopd_trace.record.proxy.records import Logprobs, Sampled
 from memopd_trace.record.proxy.request import CONSTRAINTS, has_media, shaped_by
 from memopd_trace.record.recorder import TraceRecorder
 
@@ -86,9 +86,13 @@ class VllmHook(Hook):
         given = self._params(params, len(asked))
         told = [_asking(p) if self.logprob_kind else p for p in given]
         started = now()
-        answers = call(first, told if isinstance(params, Sequence) else told[0], **more)
+        answers = call(first, told if isinstance(params, Sequence) or not told else told[0], **more)
+        if len(answers) != len(asked):
+            self.skip(f"{len(answers)} answers to {len(asked)} prompts")
+            return answers
         for number, (answer, prompt, mine) in enumerate(zip(answers, asked, given, strict=True)):
-            self._take(into, number, len(asked), answer, prompt, mine, started)
+            with self.answered():
+                self._take(into, number, len(asked), answer, prompt, mine, started)
             if self.logprob_kind and _silent(mine):
                 _forget_logprobs(answer)
         return answers

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextvars
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -13,11 +14,12 @@ import helpers_upstream
 import httpx2
 import pytest
 from helpers_hooks import agrees, hooked, rows
-from openai import APIStatusError, AsyncOpenAI, OpenAI
+from openai import APIConnectionError, APIStatusError, AsyncOpenAI, OpenAI
 
 from memopd_trace import Segment, validate
 from memopd_trace.errors import UsageError
 from memopd_trace.record.hook import Turn
+from memopd_trace.record.proxy.answer import Answer
 
 MESSAGES: list[Any] = [{"role": "user", "content": "name a fruit"}]
 
@@ -246,3 +248,97 @@ def test_a_call_outside_goes_through_and_one_into_a_strange_episode_is_refused(
 def test_what_is_no_client_is_refused(tmp_path: Path) -> None:
     with hooked(tmp_path / "t.parquet") as (_, hook, _), pytest.raises(UsageError, match="no client of openai"):
         hook.wrap("http://127.0.0.1")
+
+
+def test_an_open_stream_that_is_collected_amid_another_call_is_recorded_behind_it(
+    upstream: helpers_proxy.Upstream, tmp_path: Path
+) -> None:
+    """Garbage may be collected at any place, and an open stream ends then: also where rows are made of another call."""
+    with hooked(tmp_path / "t.parquet") as (recorder, hook, _):
+        client, episode = hook.wrap(plain(upstream)), recorder.episode("e")
+        with hook.into(episode) as made:
+            stream = client.chat.completions.create(messages=MESSAGES, stream=True, **named("open", ignore_eos=True))
+            next(stream)
+            next(stream)
+            left = [stream]
+            del stream
+            known = hook._known
+
+            def collecting(of: Any) -> Any:
+                while left:
+                    left.pop().close()
+                return known(of)
+
+            hook._known = collecting  # type: ignore[method-assign]
+            client.chat.completions.create(messages=MESSAGES, **named("whole"))
+        assert [row.accepted for row in made] == [None, False]
+        episode.finish()
+    whole, attempt = rows(tmp_path / "t.parquet")
+    assert agrees(whole, produced(upstream, "whole")[0])
+    expected = produced(upstream, "open")[0]["output"]
+    assert len(attempt.output_ids) and attempt.output_ids.tolist() == expected[: len(attempt.output_ids)]
+
+
+def sending(handler: Any) -> OpenAI:
+    """A client whose requests a function answers."""
+    inner = httpx2.Client(transport=httpx2.MockTransport(handler))
+    return OpenAI(base_url="http://x/v1", api_key="-", max_retries=0, http_client=inner)
+
+
+def test_a_call_that_breaks_off_is_counted_and_raises_as_ever(tmp_path: Path) -> None:
+    class Torn(httpx2.SyncByteStream):
+        def __iter__(self) -> Iterator[bytes]:
+            yield b'{"id": '
+            raise httpx2.ReadError("torn")
+
+    def answer(request: httpx2.Request) -> httpx2.Response:
+        if b'"torn"' in request.content:
+            return httpx2.Response(200, stream=Torn())
+        raise httpx2.ConnectError("nobody there")
+
+    with hooked(tmp_path / "t.parquet") as (recorder, hook, _):
+        client, episode = hook.wrap(sending(answer)), recorder.episode("e")
+        with hook.into(episode) as made:
+            for name in ("torn", "away"):
+                with pytest.raises(APIConnectionError):
+                    client.chat.completions.create(messages=MESSAGES, **named(name))
+        episode.discard()
+    assert not made and hook.skipped == {"no whole answer": 2}
+
+
+def test_of_a_stream_of_which_one_event_is_not_understood_no_row_is_made(
+    upstream: helpers_proxy.Upstream, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A row without what stood in that event would hold what nobody sampled."""
+    feed, fed = Answer.feed, []
+
+    def failing(self: Answer, document: Any) -> None:
+        fed.append(document)
+        if len(fed) == 3:
+            raise KeyError("odd")
+        feed(self, document)
+
+    monkeypatch.setattr(Answer, "feed", failing)
+    with hooked(tmp_path / "t.parquet") as (recorder, hook, _):
+        client, episode = plain(upstream), recorder.episode("e")
+        with hook.into(episode) as made:
+            more = {"seed": 4, "stream": True, **named("odd")}
+            shown = [c.model_dump() for c in hook.wrap(client).chat.completions.create(messages=MESSAGES, **more)]
+        assert shown == [c.model_dump() for c in client.chat.completions.create(messages=MESSAGES, **more)]
+        episode.discard()
+    assert len(fed) > 4 and not made and hook.skipped == {"not understood (KeyError: 'odd')": 1}
+
+
+def test_a_generator_may_be_closed_in_another_context(tmp_path: Path) -> None:
+    with hooked(tmp_path / "t.parquet") as (recorder, hook, _):
+        episode = recorder.episode("e")
+
+        def agent() -> Iterator[int]:
+            with hook.into(episode):
+                yield 1
+
+        running = agent()
+        contextvars.copy_context().run(next, running)
+        running.close()
+        assert hook.current() is None
+        episode.discard()

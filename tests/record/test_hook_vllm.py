@@ -166,3 +166,34 @@ def test_failed_calls_and_wrong_numbers_of_turns_leave_nothing(tmp_path: Path) -
             hook.generate([[1, 2], [3]], [Params()])
         one.discard(), two.discard()
     assert not made and len(engine.asked) == 1
+
+
+@pytest.mark.parametrize(
+    ("prompts", "given", "reason"),
+    [
+        ([], [], None),
+        (["a", "b"], [answer([5], output([7]))], "1 answers to 2 prompts"),
+        ("a", [answer([5], output([10**12]))], "no valid row (output: id"),
+        ("a", [answer(["x"], output([7]))], "no valid row (prompt: expected"),
+        ("a", [answer([5], output([7], weight_versions=[object()]))], "not understood (AttributeError"),
+        ("a", [answer([5], output([7], routed_experts="x"))], "not understood (ValueError"),
+    ],
+)
+def test_what_the_engine_gave_reaches_its_caller_whatever_the_hook_makes_of_it(
+    tmp_path: Path, prompts: Any, given: list[Any], reason: str | None
+) -> None:
+    class Silent(Engine):
+        def generate(self, prompts: Any, params: Any, **more: Any) -> list[Any]:
+            return self.answers
+
+    found, hook = record(tmp_path / "t.parquet", Silent(given), prompts)
+    assert found is given and len(hook.skipped) == (reason is not None)
+    assert all(why.startswith(reason or "") for why in hook.skipped)
+
+
+@pytest.mark.parametrize("reward", [float("nan"), float("inf"), "1"])
+def test_a_reward_that_is_no_number_is_refused_before_anything_is_sampled(tmp_path: Path, reward: Any) -> None:
+    engine = Engine([answer([5], output([7]))])
+    with pytest.raises(UsageError, match="no finite number"):
+        record(tmp_path / "t.parquet", engine, "x", reward=reward)
+    assert not engine.asked

@@ -230,38 +230,44 @@ def _rows(client: httpx2.Client, proxy: helpers_proxy.Proxy) -> int:
 def test_so_many_calls_run_at_once_so_many_wait_and_others_are_told_to_come_again(
     upstream: helpers_proxy.Upstream, tmp_path: Path
 ) -> None:
-    async def crowd(url: str) -> list[int]:
-        async with httpx2.AsyncClient(timeout=30, trust_env=False) as client:
-            asked = [chat(f"w83{n}", delay=0.2) for n in range(12)]
-            answers = await asyncio.gather(*(client.post(url + CHAT, json=a, headers=EPISODE) for a in asked))
-            return sorted(a.status_code for a in answers)
+    async def crowd(url: str, upstream: str) -> list[int]:
+        """The upstream answers nobody until five were sent away."""
+        async with httpx2.AsyncClient(timeout=60, trust_env=False) as client:
+            asked = [chat(f"w83{n}", mode="held") for n in range(12)]
+            calls = [asyncio.ensure_future(client.post(url + CHAT, json=a, headers=EPISODE)) for a in asked]
+            while sum(c.done() for c in calls) < 5:
+                await asyncio.sleep(0.02)
+            while not all(c.done() for c in calls):
+                await client.get(f"{upstream}/release")
+                await asyncio.sleep(0.02)
+            return sorted(c.result().status_code for c in calls)
 
     with helpers_proxy.upstream(tmp_path) as own:
         with helpers_proxy.inside(tmp_path / "trace", own.url, max_calls=2, max_waiting=5) as found:
-            assert asyncio.run(crowd(found.url)) == [200] * 7 + [503] * 5
+            assert asyncio.run(crowd(found.url, own.url)) == [200] * 7 + [503] * 5
             assert found.stop()["rows"] == 7
         assert httpx2.get(f"{own.url}/most", trust_env=False).json() == 2
 
 
-@pytest.mark.parametrize("pause", [0.05, 2.0])
+@pytest.mark.parametrize(("pause", "stall"), [(0.05, 30.0), (4.0, 1.0)])
 def test_a_slow_client_gets_all_and_one_that_takes_nothing_is_given_up(
-    upstream: helpers_proxy.Upstream, tmp_path: Path, pause: float
+    upstream: helpers_proxy.Upstream, tmp_path: Path, pause: float, stall: float
 ) -> None:
-    """Of an answer that no socket's buffers hold: the proxy waits 0.5 seconds for each piece to be taken."""
+    """Of an answer that no socket's buffers hold: the proxy waits `stall` seconds for each piece to be taken."""
     body = bytes(16 * 2**20)
-    with helpers_proxy.inside(tmp_path / "trace", upstream.url, stall=0.5) as found:
+    with helpers_proxy.inside(tmp_path / "trace", upstream.url, stall=stall) as found:
         host, port = found.url.removeprefix("http://").split(":")
         head = f"POST /echo HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n".encode()
         received = 0
         with socket.create_connection((host, int(port)), timeout=20) as connection:
             connection.sendall(head + body)
             while received < len(body):
-                time.sleep(pause if pause < 0.5 or not received else 0)
+                time.sleep(pause if pause < stall or not received else 0)
                 chunk = connection.recv(2**20, socket.MSG_WAITALL)
                 received += len(chunk)
                 if not chunk:
                     break
-        assert (received >= len(body)) == (pause < 0.5)
+        assert (received >= len(body)) == (pause < stall)
 
 
 def test_a_client_that_sends_no_more_of_its_body_is_told_and_let_go(

@@ -16,7 +16,7 @@ import pytest
 from helpers_proxy import chat, rows
 
 from memopd_trace import validate
-from memopd_trace.errors import UsageError
+from memopd_trace.errors import InputError, UsageError
 from memopd_trace.record.proxy import Options, record
 
 CHAT = "/v1/chat/completions"
@@ -69,7 +69,7 @@ def _kill_in_a_loop(upstream: helpers_proxy.Upstream, folder: Path, rounds: int,
     for number in range(rounds):
         with helpers_proxy.proxy(folder, upstream.url, "--logprob-kind", "raw", small_parts=True) as found:
             crowd = Crowd(found.url, 1000 * seed + number)
-            until = time.monotonic() + 30
+            until = time.monotonic() + 60
             while len(crowd.whole) < 30 and time.monotonic() < until:
                 time.sleep(0.01)
             time.sleep(rng.random() * 0.2)
@@ -116,7 +116,7 @@ def test_a_recording_goes_on_in_its_episodes_and_its_parts(
             client.post(found.url + CHAT, json=chat("w600", request_id=f"d{number}"), headers=labels)
         labels = {"X-Memopd-Episode": "open", "X-Memopd-Group": "g"}
         first = client.post(found.url + CHAT, json=chat("w601", request_id="o1"), headers=labels).json()
-        until = time.monotonic() + 10
+        until = time.monotonic() + 60
         while not (folder / "part-00000.parquet").exists() and time.monotonic() < until:
             time.sleep(0.01)
         shutil.copytree(folder, copy)
@@ -149,10 +149,18 @@ def test_a_torn_end_is_cut_and_told(upstream: helpers_proxy.Upstream, client: ht
     (log,) = copy.glob("journal-*.log")
     with log.open("ab") as out:
         out.write(b"\x40\x00\x00\x00half of a record")
+    assert f"memopd-trace record --finish -o {copy}" in validate(copy).to_text()  # how to make it whole
     finished = helpers_proxy.run("record", "--finish", "-o", str(copy))
     assert finished.returncode == 0 and json.loads(finished.stdout)["rows"] == 1
     assert "20 bytes of a call that was not finished were cut off" in finished.stderr
     assert len(rows(copy)) == 1
+
+
+def test_where_no_recording_is_there_is_none_to_finish(tmp_path: Path) -> None:
+    """And nothing is asked of an upstream that was not given."""
+    with pytest.raises(InputError, match="no recording to finish"):
+        finish(tmp_path / "none")
+    assert not (tmp_path / "none").exists()
 
 
 def test_a_call_that_the_disk_damaged_costs_no_other_and_is_told(

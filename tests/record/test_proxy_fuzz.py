@@ -116,7 +116,7 @@ def _fuzz(folder: Path, trials: int, seed: int, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(helpers_upstream, "LOG", [(folder.parent / "produced.jsonl").open("w")])
     rng = random.Random(seed)
     statuses: set[int] = set()
-    with raw() as server, helpers_proxy.inside(folder, server.url, timeout=2.0) as found, httpx2.Client() as client:
+    with raw() as server, helpers_proxy.inside(folder, server.url, timeout=60.0) as found, httpx2.Client() as client:
         for trial in range(trials):
             kind, body = rng.choice(valid_answers(trial % 4))
             server.answer = head(kind, hurt := damaged(body, rng), rng) + hurt

@@ -34,14 +34,16 @@ def test_a_silent_episode_is_ended_and_one_with_a_call_under_way_is_not(
     upstream: helpers_proxy.Upstream, client: httpx2.Client, tmp_path: Path
 ) -> None:
     with helpers_proxy.inside(tmp_path / "trace", upstream.url, idle=IDLE) as found:
-        ask(client, found.url, "slow")
         slow = threading.Thread(target=lambda: httpx2.post(
-            found.url + CHAT, json=chat("w51 task", delay=5 * IDLE), headers={"X-Memopd-Episode": "slow"},
-            timeout=30, trust_env=False,
+            found.url + CHAT, json=chat("w51 held-call", mode="held"), headers={"X-Memopd-Episode": "slow"},
+            timeout=60, trust_env=False,
         ))  # fmt: skip
         slow.start()
+        upstream.wait_for("held-call")
+        ask(client, found.url, "slow")
         ask(client, found.url, "silent")
         assert wait_for(client, found.url, 1)["episodes"] == {"open": 1, "ended": 1}
+        upstream.release()
         slow.join()
         assert ask(client, found.url, "silent").status_code == 200  # goes through, and is not recorded
         wait_for(client, found.url, 2)

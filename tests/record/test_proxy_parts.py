@@ -10,19 +10,20 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from memopd_trace import Invocation, Sampling
 from memopd_trace.errors import InputError, UsageError
+from memopd_trace.record.call import CallRecord, DeclaredSegment, Labels, Sampled
 from memopd_trace.record.checks import check_episode
 from memopd_trace.record.proxy.answer import Answer, for_client
 from memopd_trace.record.proxy.episodes import Episodes
-from memopd_trace.record.proxy.headers import Declared, Labels, read_labels, to_client, to_upstream
+from memopd_trace.record.proxy.headers import read_labels, to_client, to_upstream
 from memopd_trace.record.proxy.journal import Found, Journal, journal_files, read_journal
 from memopd_trace.record.proxy.jsonedit import without
 from memopd_trace.record.proxy.options import listen_address, upstream_url
-from memopd_trace.record.proxy.records import CallRecord, EndRecord, RewardRecord, Sampled, from_bytes, to_bytes
+from memopd_trace.record.proxy.records import EndRecord, RewardRecord, from_bytes, to_bytes
 from memopd_trace.record.proxy.request import inflate, read_request
 from memopd_trace.record.proxy.server import make_metadata
 from memopd_trace.record.proxy.sse import Splitter
@@ -73,7 +74,6 @@ def test_numbers_escapes_and_spaces_outside_stay_as_they_were_written() -> None:
     )
 
 
-@settings(suppress_health_check=[HealthCheck.too_slow])
 @given(feeds=st.lists(st.one_of(answers, objects, documents), max_size=4), chat=st.booleans(), stream=st.booleans())
 def test_no_answer_of_an_upstream_raises(feeds: list[Any], chat: bool, stream: bool) -> None:
     kind = "chat" if chat else "completions"
@@ -167,7 +167,7 @@ def record(number: int = 0, **more: Any) -> CallRecord:
         Sampled(n, prompt, np.array([7, 2], np.int32), np.array([-0.5, np.nan], np.float32), "stop", {"choice": str(n)})
         for n in range(2)
     )
-    segments = (Declared(0, 1, "task", "id", 2),)
+    segments = (DeclaredSegment(0, 1, "task", "id", 2),)
     values: dict[str, Any] = {
         "episode": f"e{number}",
         "model_id": "m",
@@ -215,7 +215,7 @@ labels = st.builds(
         st.none(),
         st.lists(
             st.builds(
-                Declared, st.integers(0, 3), st.integers(0, 6), st.sampled_from(["task", "x"]), names, st.just(0)
+                DeclaredSegment, st.integers(0, 3), st.integers(0, 6), st.sampled_from(["task", "x"]), names, st.just(0)
             ),
             max_size=2,
         ).map(tuple),
@@ -248,7 +248,7 @@ def calls(draw: Any, number: int) -> CallRecord:
     )
 
 
-@settings(deadline=None)
+@settings(max_examples=40)
 @given(data=st.data())
 def test_whatever_is_declared_the_rows_are_valid_and_a_replay_makes_the_same(data: Any) -> None:
     records = [data.draw(calls(number)) for number in range(data.draw(st.integers(1, 6)))]
@@ -334,7 +334,9 @@ def test_a_journal_file_goes_when_all_its_episodes_are_in_the_trace(tmp_path: Pa
         journal = Journal(tmp_path, b"meta", {}, roll=1)
         for n in range(3):
             await journal.append(f"e{n}", to_bytes(record(n)))
-        await asyncio.sleep(0.01)
+        async with asyncio.timeout(60):
+            while len(journal_files(tmp_path)) < 4:
+                await asyncio.sleep(0.01)
         assert len(journal_files(tmp_path)) == 4, "each roll begins a file"
         journal.release(["e1"])
         assert [p.stem[-1] for p in journal_files(tmp_path)] == ["0", "2", "3"]

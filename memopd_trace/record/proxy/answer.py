@@ -14,10 +14,10 @@ import numpy as np
 
 from memopd_trace.errors import UsageError
 from memopd_trace.invocation import IDS
+from memopd_trace.record.call import Logprobs, Routes, Sampled
 from memopd_trace.record.prompt import as_ids
 from memopd_trace.record.proxy.dialect import decode_routes, in_vllms_form
 from memopd_trace.record.proxy.jsonedit import without
-from memopd_trace.record.proxy.records import Logprobs, Routes, Sampled
 from memopd_trace.record.proxy.request import Request
 
 FINISH = {"stop": "stop", "length": "length", "tool_calls": "tool_calls", "function_call": "tool_calls",

@@ -11,12 +11,12 @@ from typing import Any
 import httpx2
 
 from memopd_trace.errors import UsageError
+from memopd_trace.record.call import CallRecord, Labels
 from memopd_trace.record.proxy.answer import NO_IDS, UPSTREAM_ERROR, Answer, for_client
 from memopd_trace.record.proxy.exchange import BrokenOff, Client, ClientGone, Refused
-from memopd_trace.record.proxy.headers import Labels, read_labels, to_client, to_upstream
+from memopd_trace.record.proxy.headers import read_labels, to_client, to_upstream
 from memopd_trace.record.proxy.options import Options
 from memopd_trace.record.proxy.recording import Recording
-from memopd_trace.record.proxy.records import CallRecord
 from memopd_trace.record.proxy.request import Kind, Request, inflate, read_request
 from memopd_trace.record.proxy.sse import Event, Splitter
 from memopd_trace.record.proxy.upstream import Busy, Upstream, UpstreamFailed

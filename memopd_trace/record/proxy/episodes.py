@@ -12,9 +12,9 @@ from memopd_trace.errors import UsageError
 from memopd_trace.invocation import Episode, Invocation
 from memopd_trace.metadata import TraceMetadata
 from memopd_trace.pieces import Pieces
-from memopd_trace.record.proxy.headers import Labels
-from memopd_trace.record.proxy.records import CallRecord, Record, RewardRecord
-from memopd_trace.record.proxy.rows import Earlier, make_row
+from memopd_trace.record.call import CallRecord, Labels
+from memopd_trace.record.proxy.records import Record, RewardRecord
+from memopd_trace.record.rows import Earlier, make_row
 
 
 @dataclass(slots=True)

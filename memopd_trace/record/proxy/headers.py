@@ -9,10 +9,10 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass
 from typing import Any
 
 from memopd_trace.errors import UsageError, printable
+from memopd_trace.record.call import DeclaredSegment, Labels
 from memopd_trace.schema import TRACE_COLUMNS
 
 RawHeaders = list[tuple[bytes, bytes]]
@@ -26,36 +26,6 @@ KEYS = (b"authorization", b"api-key", b"x-api-key")  # whose value may end in #E
 WORDS = {c.name: c.values for c in TRACE_COLUMNS if c.values}
 MAX_LABEL = 1024  # characters
 MAX_SEGMENTS = 65_536
-
-
-@dataclass(frozen=True, slots=True)
-class Declared:
-    """A segment as a client declares it: `source` is the response id of the call that it is a copy from."""
-
-    start: int
-    stop: int
-    kind: str
-    source: str | None = None
-    source_start: int | None = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Labels:
-    """What a client says of a call. `parent` is a response id (`ID` or `ID/CHOICE`), or `none`; `end` is `terminated`,
-    `truncated`, or `None` where the episode goes on; `retry` counts how often the request was sent before."""
-
-    episode: str | None = None
-    group: str | None = None
-    task: str | None = None
-    agent: str | None = None
-    parent: str | None = None
-    relation: str | None = None
-    rewrite: str | None = None
-    segments: tuple[Declared, ...] | None = None
-    reward: float | None = None
-    end: str | None = None
-    policy_version: int | None = None
-    retry: int = 0
 
 
 def read_labels(headers: Iterable[tuple[bytes, bytes]]) -> Labels:
@@ -180,10 +150,10 @@ def _rewrite(text: str) -> str:
     return text
 
 
-def _segments(text: str) -> tuple[Declared, ...]:
+def _segments(text: str) -> tuple[DeclaredSegment, ...]:
     try:
         parts = json.loads(text)
-        found = tuple(Declared(**part) for part in parts)
+        found = tuple(DeclaredSegment(**part) for part in parts)
         whole = all(_is_segment(s) for s in found)
     except (ValueError, TypeError, RecursionError):
         whole = False
@@ -194,7 +164,7 @@ def _segments(text: str) -> tuple[Declared, ...]:
     return found
 
 
-def _is_segment(s: Declared) -> bool:
+def _is_segment(s: DeclaredSegment) -> bool:
     numbers = [s.start, s.stop, *([] if s.source_start is None else [s.source_start])]
     spans = all(type(n) is int and 0 <= n < 2**31 for n in numbers)
     return spans and isinstance(s.kind, str) and (s.source is None or isinstance(s.source, str))

@@ -24,10 +24,11 @@ from memopd_trace.errors import InputError, UsageError, first_line
 from memopd_trace.metadata import KEY, TraceMetadata, parse_metadata
 from memopd_trace.pieces import Pieces
 from memopd_trace.places import file_sha256
+from memopd_trace.record.call import CallRecord
 from memopd_trace.record.proxy.episodes import Episodes
 from memopd_trace.record.proxy.journal import Journal, JournalFailed, journal_files, read_journal
 from memopd_trace.record.proxy.options import Options
-from memopd_trace.record.proxy.records import CallRecord, EndRecord, Record, from_bytes, to_bytes
+from memopd_trace.record.proxy.records import EndRecord, Record, from_bytes, to_bytes
 from memopd_trace.storage import MANIFEST, write, write_manifest
 
 IDLE = "episodes that were ended because nothing was heard of them"
@@ -82,7 +83,7 @@ def begin(
                 notice(f"{path.name}: {log.damaged} bytes are damaged, and calls in them are lost; {kept.name} has all")
             begun.files[path] = _replay(path, log.records, begun)
         if begun.replayed:
-            notice(f"{folder}: an earlier run is gone on with; taken up from its journal: {begun.replayed}")
+            notice(f"{folder}: an earlier run is gone on with; records taken up from its journal: {begun.replayed}")
         yield begun
 
 

@@ -9,53 +9,17 @@ from __future__ import annotations
 import json
 import struct
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from memopd_trace.invocation import IDS, Sampling
-from memopd_trace.record.proxy.headers import Declared, Labels
+from memopd_trace.invocation import Sampling
+from memopd_trace.record.call import CallRecord, DeclaredSegment, Labels, Sampled
 
-Logprobs = NDArray[np.float32]
-Routes = NDArray[np.int16]
 _LENGTH = struct.Struct("<I")
 _TYPES = {"i4": np.int32, "f4": np.float32, "i2": np.int16}
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Sampled:
-    """One output of a call: int32 ids of its prompt and of what was sampled, float32 log-probabilities (nats, NaN =
-    there is none; `None` = none for the whole), int16 expert routes (flat, as in the format), float32 log of the mass
-    that was kept (nats). The journal holds no mass: no server tells it."""
-
-    choice: int
-    prompt: IDS
-    output: IDS
-    logprobs: Logprobs | None
-    finish_reason: str | None
-    extra: dict[str, str]
-    routes: Routes | None = None
-    kept_logmass: Logprobs | None = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class CallRecord:
-    """One call. Times are microseconds since 1970. `accepted` is false for an attempt that was given up."""
-
-    episode: str
-    model_id: str
-    response_id: str | None
-    labels: Labels
-    outputs: tuple[Sampled, ...]
-    sampling: Sampling | None
-    logprob_kind: str
-    policy_version: int | None
-    started: int
-    ended: int
-    accepted: bool | None = None
-    extra: dict[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -135,7 +99,7 @@ def _record(kind: str, values: dict[str, Any], arrays: Sequence[NDArray[Any]]) -
     outputs = tuple(_sampled(arrays, *output) for output in values.pop("outputs"))
     labels, sampling = values.pop("labels"), values.pop("sampling")
     segments = labels.pop("segments")
-    declared = None if segments is None else tuple(Declared(**s) for s in segments)
+    declared = None if segments is None else tuple(DeclaredSegment(**s) for s in segments)
     return CallRecord(
         **values,
         outputs=outputs,

@@ -50,8 +50,11 @@ def record(
 
     Raises:
         UsageError: as `begin`.
-        InputError: the upstream does not tell its models, the address cannot be listened at, or the disk took no more.
+        InputError: the upstream does not tell its models, the address cannot be listened at, the disk took no more, or
+            there is nothing to finish.
     """
+    if not serve and not (folder.is_dir() and any(folder.iterdir())):
+        raise InputError(f"{folder}: no recording to finish", hint="give the folder of the recording that was killed")
     pieces: Pieces | None = None
     first: Model | None = None
     if tokenizer is not None:

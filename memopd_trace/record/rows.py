@@ -18,9 +18,8 @@ from memopd_trace.invocation import Invocation, Segment
 from memopd_trace.metadata import TraceMetadata
 from memopd_trace.parents import Parents, relation_to, rewrite_kind
 from memopd_trace.pieces import Pieces
+from memopd_trace.record.call import CallRecord, DeclaredSegment, Labels, Sampled
 from memopd_trace.record.checks import check_row
-from memopd_trace.record.proxy.headers import Declared, Labels
-from memopd_trace.record.proxy.records import CallRecord, Sampled
 
 EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 NO_LOGPROBS = {
@@ -149,7 +148,9 @@ def _row(record: CallRecord, output: Sampled, earlier: Earlier) -> Invocation:
     )
 
 
-def _segments(declared: Sequence[Declared] | None, earlier: Earlier, output: Sampled) -> tuple[Segment, ...] | None:
+def _segments(
+    declared: Sequence[DeclaredSegment] | None, earlier: Earlier, output: Sampled
+) -> tuple[Segment, ...] | None:
     if declared is None:
         return None
     found = []
