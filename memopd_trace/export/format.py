@@ -117,6 +117,7 @@ class Format:
     title: whose, and of which version it was read.
     fields: its columns.
     open: (a binary file, or with `folder` a folder; the context) -> the sink.
+    marker: a file of such a folder, by which an earlier export is known from a folder of something else.
     needs_scores: a row without a teacher's signal has nothing to say here.
     takes_scores: whether scores have a place at all.
     lossless: every column is carried; nothing is refused, left out or flattened.
@@ -131,6 +132,7 @@ class Format:
     open: Callable[[Any, Context], Sink]
     suffix: str = ".parquet"
     folder: bool = False
+    marker: str = ""
     needs_scores: bool = False
     takes_scores: bool = True
     lossless: bool = False

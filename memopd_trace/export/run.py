@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import secrets
 import shutil
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +16,6 @@ from memopd_trace.disk import atomic_file, atomic_folder, sync_folder
 from memopd_trace.errors import CheckFailed, InputError, UsageError, printable
 from memopd_trace.export.format import Context, Format, Sink
 from memopd_trace.export.formats import find
-from memopd_trace.export.formats.distillkit import CONFIG
 from memopd_trace.export.losses import Losses
 from memopd_trace.export.samples import FEATURES, samples
 from memopd_trace.export.scores import Scores
@@ -87,8 +86,9 @@ def export(
     """
     chosen, target = find(format), Path(out)
     _check(chosen, target, scores is not None, drop, overwrite)
-    if target.exists() and target.resolve() == Path(trace).resolve():
-        raise UsageError(f"{target}: is the trace itself", hint="write elsewhere")
+    if chosen.folder:
+        target = Path(os.path.abspath(target))  # noqa: PTH100 - '.' has no name that could be given to another
+    _must_be_apart(target, [(trace, "the trace"), *([] if scores is None else [(scores, "the scores")])])
     reader = TraceReader(trace)
     _must_be_valid(trace)
     joined = None if scores is None else Scores(scores)
@@ -126,8 +126,23 @@ def _check(chosen: Format, target: Path, scored: bool, drop: Collection[str], ov
     there = target.exists() or target.is_symlink()
     if there and not overwrite:
         raise UsageError(f"{target}: exists already", hint="--overwrite, or write elsewhere")
-    if there and chosen.folder and not (target.is_dir() and (target / CONFIG).is_file()):
+    if there and chosen.folder and (target.is_symlink() or not (target / chosen.marker).is_file()):
         raise UsageError(f"{target}: is no earlier export, so it is not overwritten", hint="write elsewhere")
+
+
+def _must_be_apart(target: Path, read: Sequence[tuple[PathLike, str]]) -> None:
+    """Raises:
+    UsageError: the output would replace what is read, lie in its folder, or take its folder's place.
+    """
+    out = Path(os.path.realpath(target))
+    for given, what in read:
+        found = Path(os.path.realpath(given))
+        if not found.exists():  # told where it is read; or it is no local path
+            continue
+        if out == found:
+            raise UsageError(f"{target}: is {what} itself", hint="write elsewhere")
+        if (found.is_dir() and found in out.parents) or out in found.parents:
+            raise UsageError(f"{target}: and {what}, {given}, are one in the other", hint="write elsewhere")
 
 
 def _must_be_valid(trace: PathLike) -> None:

@@ -32,6 +32,7 @@ FEATURES: Mapping[str, str] = {
     "media": "placeholder ids stand without their media",
     TEMPERATURE: "a teacher's log-probabilities of another temperature are taken for those of 1",
 }
+FLOAT32_MAX = float(np.finfo(np.float32).max)
 GROUP = {"group": "group_id", "task": "task_id"}
 
 
@@ -58,6 +59,7 @@ def samples(
             if reason:
                 losses.leave_out(reason, invocation)
                 continue
+            invocation = _with_reward(chosen, invocation, losses)
             mask = invocation.loss_mask()
             logprobs, temperature = _behaviour(chosen, invocation, mask, losses)
             sample = Sample(invocation, mask, logprobs, temperature, group, episode.episode_return, teacher)
@@ -101,6 +103,16 @@ def _behaviour(
         losses.lose("output_logprobs", f"left null: {printable(behaviour.reason)}", invocation)
         return None, temperature
     return np.where(mask, behaviour.logprobs, 0.0).astype(np.float32), behaviour.temperature
+
+
+def _with_reward(chosen: Format, invocation: Invocation, losses: Losses) -> Invocation:
+    """The row, without a reward that is infinite in the target's type."""
+    if invocation.reward is None or abs(invocation.reward) <= FLOAT32_MAX:
+        return invocation
+    if not any("float32" in f.type_name for f in chosen.fields if "reward" in f.of):
+        return invocation
+    losses.lose("reward", "left null: it is beyond float32", invocation)
+    return invocation.replace(reward=None)
 
 
 def _count(chosen: Format, sample: Sample, scores: Scores | None, grouped_by: str | None, losses: Losses) -> None:

@@ -276,6 +276,26 @@ def test_what_is_there_is_replaced_only_when_told_to(tmp_path: Path) -> None:
     assert path.read_bytes() == before, "least of all the trace"
 
 
+@pytest.mark.parametrize("name", ["part-00000.parquet", "part-00099.parquet", "below/o.parquet", "link.parquet"])
+def test_nothing_is_written_into_the_folder_that_is_read(name: str, tmp_path: Path) -> None:
+    folder = tmp_path / "trace"
+    write(folder, metadata(), [call(), call(episode="f")])
+    out = tmp_path / name if name.startswith("link") else folder / name
+    if name.startswith("link"):
+        out.symlink_to(folder / "part-00000.parquet")
+    before = {f: f.read_bytes() for f in folder.iterdir()}
+    assert run(["export", "verl", str(folder), "-o", str(out), "--overwrite"]) == 2
+    assert {f: f.read_bytes() for f in folder.iterdir()} == before
+    assert run(["export", "verl", str(folder), "-o", str(tmp_path / "trace.parquet")]) == 0
+
+
+def test_a_reward_that_is_infinite_in_the_targets_type_is_null_and_counted(tmp_path: Path) -> None:
+    for name, column in (("verl", "token_level_scores"), ("nemo-rl", "total_reward"), ("trl", "reward")):
+        made, (large, small) = exported(tmp_path, name, call(reward=1e39), call(1, reward=-3.0e38))
+        assert ("reward" in made.losses.lost) == (large[column] is None) == (name != "trl")
+        assert small[column] is not None and np.isfinite(np.array(small[column])).all()
+
+
 def test_damaged_missing_and_invalid_traces_have_their_exit_codes(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

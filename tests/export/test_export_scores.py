@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -271,6 +272,26 @@ def test_a_folder_is_replaced_whole_and_only_if_it_is_an_export(
     with pytest.raises(UsageError, match="no earlier export"):
         export("distillkit", toy[1], mine, scores=scored, overwrite=True)
     assert (mine / "file").exists()
+
+
+def test_a_folder_is_not_replaced_through_a_link_nor_where_it_holds_what_is_read(
+    toy: tuple[Path, Path], scored: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "dk"
+    export("distillkit", toy[1], out, scores=scored)
+    (tmp_path / "link").symlink_to(out)
+    with pytest.raises(UsageError, match="no earlier export"):
+        export("distillkit", toy[1], tmp_path / "link", scores=scored, overwrite=True)
+    inside = Path(shutil.copy(toy[1], out / "trace.parquet"))
+    with pytest.raises(UsageError, match="one in the other"):
+        export("distillkit", inside, out, scores=scored, overwrite=True)
+    with pytest.raises(UsageError, match="one in the other"):
+        export("distillkit", toy[1], scored / "dk", scores=scored)
+    assert inside.exists() and not (scored / "dk").exists()
+    inside.unlink()
+    monkeypatch.chdir(out)
+    export("distillkit", toy[1], ".", scores=scored, overwrite=True)
+    assert {f.name for f in out.iterdir()} == {DATA, CONFIG}
 
 
 KILLED = """

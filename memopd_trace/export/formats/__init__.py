@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import difflib
-
-from memopd_trace.errors import UsageError
+from memopd_trace.errors import UsageError, suggestion
 from memopd_trace.export.format import Format
 from memopd_trace.export.formats import distillkit, jsonl, nemo_rl, trl, verl
 
@@ -20,6 +18,4 @@ def find(name: str) -> Format:
     by_name = {f.name: f for f in FORMATS}
     if name in by_name:
         return by_name[name]
-    near = difflib.get_close_matches(name.lower().replace("_", "-"), by_name, n=1)
-    hint = f"did you mean '{near[0]}'?" if near else f"one of {', '.join(by_name)}"
-    raise UsageError(f"no export format '{name}'", hint=hint)
+    raise UsageError(f"no export format '{name}'", hint=suggestion(name, by_name, f"one of {', '.join(by_name)}"))

@@ -23,7 +23,7 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from memopd_trace.export.format import Context, Field, Format, Sample, Sink, ids_of
+from memopd_trace.export.format import Context, Field, Format, Sample, ids_of
 from memopd_trace.export.sinks import ParquetSink
 
 IGNORED = -100  # a label that no loss counts
@@ -119,18 +119,14 @@ def pack(ids: NDArray[np.int32], bits: int) -> NDArray[np.uint8]:
     return np.packbits(unpacked.astype(np.uint8).reshape(len(ids), -1), axis=1)
 
 
-def open_sink(out: Any, context: Context) -> Sink:
-    """A folder."""
-    return DistillKitSink(out, context)
-
-
 FORMAT = Format(
     name="distillkit",
     title="Arcee DistillKit (March 2026): compressed top-k log-probabilities for offline distillation",
     fields=FIELDS,
-    open=open_sink,
+    open=DistillKitSink,
     suffix="",
     folder=True,
+    marker=CONFIG,
     needs_scores=True,
     pads=True,
     note="Set `prepacked: true` and `remove_unused_columns: false`, and give `cross_entropy` no weight: its targets "
