@@ -1,4 +1,4 @@
-"""The command that trains: `train`."""
+"""The commands that train: `train`, the list of its `recipes`, a view that one of them needs: `peers`, and `loop`."""
 
 from __future__ import annotations
 
@@ -20,6 +20,8 @@ def train(
     format: OutputFormat = typer.Option(OutputFormat.text, "--format"),
 ) -> None:
     """Train a student on a trace and its scores; running it again continues an interrupted run.
+
+    `recipe: NAME` in the file takes its defaults from a method of the field: `memopd-trace recipes` lists them.
 
     Example: memopd-trace train run.yaml lr=1e-5 ppo.clip=0.1 divergence.kind=jsd
     """
@@ -44,9 +46,96 @@ def train(
         _print_summary(result)
 
 
+def recipes(
+    name: str | None = typer.Argument(None, help="One of them: print its values."),
+    format: OutputFormat = typer.Option(OutputFormat.text, "--format"),
+) -> None:
+    """List the recipes of `train`, or print the values that one of them gives a configuration.
+
+    Example: memopd-trace recipes tcod
+    """
+    module = require("memopd_trainer.recipes", "train", "this command")
+    if name is not None:
+        print(
+            json.dumps(module.preset(name), indent=1) if format is OutputFormat.json else module.source(name).rstrip()
+        )
+        return
+    found = module.recipes()
+    if format is OutputFormat.json:
+        print(json.dumps(found, indent=1))
+        return
+    width = max(map(len, found))
+    for key, title in found.items():
+        print(f"{key:<{width}}  {title}")
+
+
+def peers(
+    trace: Path = typer.Argument(..., readable=False, help="Rollouts; those of one task are compared."),
+    output: Path = typer.Option(..., "--output", "-o", help="The views file, .parquet or .arrow."),
+    model: Path = typer.Option(..., help="A folder with the tokenizer of the trace."),
+    threshold: float = typer.Option(1.0, help="A rollout with this return or more is a success."),
+) -> None:
+    """Write the view `successful-peer`: each prompt with what a successful rollout of the same task did.
+
+    The recipe `sdpo` trains on scores under it; calls without such a peer have no view.
+
+    Example: memopd-trace peers train.parquet --model models/student -o peers.parquet
+    """
+    module = require("memopd_trainer.recipes.peers", "train", "this command")
+    tokenizer = require("memopd_scorer.teacher", "train", "this command").tokenizer_of(model)
+    written, alone = module.write_peer_view(trace, output, tokenizer, threshold=threshold)
+    print(f"{written} calls with a successful peer, {alone} without")
+
+
+def loop(
+    config: Path = typer.Argument(..., help="A YAML or JSON file."),
+    override: list[str] | None = typer.Argument(
+        None, metavar="KEY=VALUE", help="Other values for its keys; dots for nesting."
+    ),
+    format: OutputFormat = typer.Option(OutputFormat.text, "--format"),
+) -> None:
+    """Collect rollouts, validate, score and train, again and again; running it again goes on where it stopped.
+
+    Example: memopd-trace loop loop.yaml iterations=20 rollouts.per_task=8
+    """
+    settings = require("memopd_trainer.loop_config", "train", "this command").load_loop_config(config, override or ())
+    module = require("memopd_trainer.loop", "train", "this command")
+    if settings.score is not None and not settings.has_scores:
+        notice("the teacher is not used: train.divergence.weight is 0")
+    with progress("looping", settings.iterations) as bar:
+        task = bar.task_ids[0]
+
+        def show(iteration: int, stage: str, text: str) -> None:
+            bar.update(task, completed=iteration, description=f"iteration {iteration}: {stage} {text}")
+
+        result = module.loop(settings, on_stage=show)
+    if format is OutputFormat.json:
+        print(json.dumps(result.to_json(), indent=1))
+    else:
+        _print_iterations(result)
+
+
 def register(app: typer.Typer) -> None:
-    """Add this module's command."""
+    """Add this module's commands."""
     app.command()(train)
+    app.command()(recipes)
+    app.command()(peers)
+    app.command()(loop)
+
+
+def _print_iterations(result: Any) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console()
+    table = Table("iteration", "episodes", "quarantined", "calls", "mean reward", "loss", box=None)
+    for each in result.iterations:
+        counts = (str(each[name]) for name in ("iteration", "episodes", "quarantined", "calls"))
+        first, last = each["loss"]
+        table.add_row(*counts, f"{each['mean_reward']:.4f}", f"{first:.4f} -> {last:.4f}")
+    console.print(table)
+    console.print(f"{result.made} iterations made")
+    console.print(f"policy: {printable(str(result.policy), limit=None)}", soft_wrap=True, markup=False)
 
 
 def _print_summary(result: Any) -> None:

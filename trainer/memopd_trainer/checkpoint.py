@@ -57,6 +57,19 @@ def latest_checkpoint(output: Path) -> tuple[int, Path] | None:
     return newest
 
 
+def checkpoint_at(folder: Path) -> int:
+    """The step of a checkpoint in any place, every file of it checked.
+
+    Raises:
+        InputError: it is none, or a file is not what was written.
+    """
+    match = _NAME.fullmatch(folder.name)
+    if match is None or not (folder / MANIFEST).is_file():
+        raise InputError(f"{folder}: is no checkpoint", hint="continues=true goes on from a checkpoint of another run")
+    _verify(folder, int(match[1]))
+    return int(match[1])
+
+
 def write_manifest(folder: Path, step: int) -> None:
     """List what is in a checkpoint's folder: path -> hex SHA-256."""
     files = {name: file_sha256(folder / name) for name in sorted(_files(folder))}
@@ -145,10 +158,10 @@ def copy_all_but_weights(model_dir: Path, folder: Path) -> None:
 
 
 def restore_optimizer(
-    folder: Path, optimizer: torch.optim.Optimizer, identity: Mapping[str, Any], data: Mapping[str, str | None]
+    folder: Path, optimizer: torch.optim.Optimizer, identity: Mapping[str, Any] | None, data: Mapping[str, str | None]
 ) -> None:
-    """Load the optimiser's state of a checkpoint of the same run. `data` gives the place of what an identity key is the
-    digest of.
+    """Load the optimiser's state of a checkpoint of the same run; `identity` `None` = of any run. `data` gives the
+    place of what an identity key is the digest of.
 
     Raises:
         InputError: the state is missing or damaged, or of a model with other parameters.
@@ -164,6 +177,8 @@ def restore_optimizer(
         same = shapes == _shapes(optimizer)
     except Exception as error:  # a parser of untrusted bytes: whatever it raises, the file is at fault
         raise InputError(f"{file}: cannot be read: {first_line(error)}", hint=ANOTHER_FOLDER) from None
+    if identity is None:
+        identity = theirs
     for key in sorted(identity.keys() | theirs.keys()):
         there, here = theirs.get(key), identity.get(key)
         if there != here and key in data:

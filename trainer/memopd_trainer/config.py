@@ -9,42 +9,38 @@ import difflib
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args
+from typing import Any, Literal, TypeVar, get_args
 
 import yaml
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, Field, ValidationError, model_validator
 
 from memopd_scorer.plan import Layout
 from memopd_trace.errors import InputError, UsageError, printable
 from memopd_trace.metadata import first_error
 from memopd_trace.schema import RECORDED
 from memopd_trainer.divergences import DivergenceKind, Kind, SampledKind
+from memopd_trainer.recipes import preset, with_defaults
+from memopd_trainer.recipes.sections import (
+    Count,
+    OneShotConfig,
+    Place,
+    PruneConfig,
+    ReopdConfig,
+    Section,
+    TcodConfig,
+)
 
+SectionType = TypeVar("SectionType", bound=BaseModel)
 MAX_CONFIG_BYTES = 2**20
 # What PyYAML raises for text that it does not take: its own error, or whatever a converter of a scalar met.
 _YAML_FAULTS = (yaml.YAMLError, ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError)
 
 
-def _usable_path(value: str) -> str:
-    """Refuse what no system call takes."""
-    if "\0" in value:
-        raise ValueError("a path holds no NUL character")
-    os.fsencode(value)  # a lone surrogate raises
-    return value
-
-
-Place = Annotated[str, AfterValidator(_usable_path)]
-Count = Annotated[int, Field(gt=0, lt=2**63)]
-
-
-class _Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
-
-
 TeacherSignal = Literal["hidden", "topk", "sampled"]
+StudentView = Literal["recorded", "persistent-history"]
 
 
-class DivergenceConfig(_Section):
+class DivergenceConfig(Section):
     """The distillation term; `weight` is lambda, 0 = no teacher.
 
     `signal` is what of the scores it is taken from: the teacher's states, which give the whole vocabulary, its top-k
@@ -69,7 +65,7 @@ class DivergenceConfig(_Section):
         return self
 
 
-class CriticConfig(_Section):
+class CriticConfig(Section):
     """The value head and how it gives credit (`memopd_trainer.critic`). `lr` is its own; `weight` is that of its loss;
     with `shared` that loss also trains the student's layers."""
 
@@ -80,7 +76,7 @@ class CriticConfig(_Section):
     shared: bool = False
 
 
-class PolicyConfig(_Section):
+class PolicyConfig(Section):
     """The clipped policy term; `weight` 0 = no reward is used.
 
     `advantage`: `group` compares the returns of a group's episodes, `gae` takes a critic's values token by token.
@@ -99,28 +95,40 @@ class PolicyConfig(_Section):
         return self.weight > 0 and self.advantage == "gae"
 
 
-class HeldOut(_Section):
-    """Rollouts that are only measured, before and after."""
+class HeldOut(Section):
+    """Rollouts that are only measured, before and after, the student under the recorded states; `view` null = that
+    of the configuration."""
 
     trace: Place
     scores: Place
+    view: str | None = None
 
 
-class TrainConfig(_Section):
+class TrainConfig(Section):
     """One run. `student` is a local folder or a hub name; paths are relative to the working directory.
 
-    `view` is what the scores (also the held-out ones) must be of: `recorded`, or the name given to `score --view`.
+    `recipe` names where the values that are not given come from (`memopd_trainer.recipes`), before the defaults here.
+    `view` is what the scores must be of: `recorded`, or the name given to `score --view`. `student_view` is what the
+    student itself is run under, its ratio to the behaviour included; `persistent-history` is the flattened history, as
+    a comparison. `leave_out_unscored` trains only rows that have a score, as where a view is not of every row; else one
+    without is refused. `tcod`, `reopd`, `prune_opd` and `one_shot` are off where they are null.
     `groups_per_step` null = every group of the trace in each step. `layout` is what the scorer's plan uses;
     `tree` and `packed` turn to `single` where the student's architecture cannot be packed. `dtype` is that of
     the weights: with bfloat16 a learning rate of 1e-6 is lost in rounding. `gradient_checkpointing` keeps the inputs
     of layers alone and runs them again in the backward pass: the same bits for less memory. `save_every` null = at
     the end.
+    `continues`: the student is a checkpoint of a run on other data, whose optimiser, critic and step numbers go on.
+    `policy_version` is that of the student; null = the newest of the trace. Tokens that a policy more than
+    `max_staleness` versions older sampled are refused, unless `divergence.importance_clip` weighs them; null = any.
     """
 
+    recipe: str | None = None
     student: Place
     trace: Place
     scores: Place | None = None
     view: str = RECORDED
+    student_view: StudentView = "recorded"
+    leave_out_unscored: bool = False
     output: Place
     steps: Count
     groups_per_step: Count | None = None
@@ -138,6 +146,13 @@ class TrainConfig(_Section):
     seed: int = Field(0, ge=0, lt=2**64)
     save_every: Count | None = 50
     held_out: HeldOut | None = None
+    continues: bool = False
+    policy_version: int | None = Field(None, ge=0, lt=2**63)
+    max_staleness: int | None = Field(None, ge=0, lt=2**63)
+    tcod: TcodConfig | None = None
+    reopd: ReopdConfig | None = None
+    prune_opd: PruneConfig | None = None
+    one_shot: OneShotConfig | None = None
 
     @property
     def needs_behaviour(self) -> bool:
@@ -145,6 +160,12 @@ class TrainConfig(_Section):
         taught = self.divergence.weight > 0
         weighed = self.divergence.importance_clip is not None
         return self.ppo.weight > 0 or (taught and (weighed or self.divergence.kind == "advantage"))
+
+    @property
+    def allowed_staleness(self) -> int | None:
+        """Versions that a trained token may be behind the student; `None` = any."""
+        weighed = self.divergence.weight > 0 and self.divergence.importance_clip is not None
+        return None if weighed else self.max_staleness
 
     @model_validator(mode="after")
     def _has_a_signal(self) -> TrainConfig:
@@ -154,6 +175,16 @@ class TrainConfig(_Section):
             raise ValueError("divergence.weight and ppo.weight are both 0: nothing to train on")
         return self
 
+    @model_validator(mode="after")
+    def _sections_fit(self) -> TrainConfig:
+        if self.tcod is not None and self.reopd is not None:
+            raise ValueError("tcod and reopd both say which turns are trained: give one (null turns a recipe's off)")
+        if self.prune_opd is not None and (self.divergence.weight == 0 or self.divergence.signal != "hidden"):
+            raise ValueError("prune_opd compares with the teacher's states: divergence.signal hidden, weight above 0")
+        if self.one_shot is not None and self.groups_per_step is not None:
+            raise ValueError("one_shot draws rollouts of one task (one_shot.rollouts), groups_per_step is of no use")
+        return self
+
 
 def load_config(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> TrainConfig:
     """Read a YAML or JSON file and apply `key=value` overrides (dots for nesting, values in YAML).
@@ -161,6 +192,15 @@ def load_config(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> 
     Raises:
         InputError: the file cannot be read or is not a mapping.
         UsageError: an unknown key, a value that does not fit, an override that is not `key=value`.
+    """
+    return parse_config(read_settings(path, overrides), where=os.fspath(path))
+
+
+def read_settings(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> dict[str, Any]:
+    """The keys and values of a file with its overrides, unchecked.
+
+    Raises:
+        InputError, UsageError: as `load_config`, but for keys and values.
     """
     file = Path(path)
     try:
@@ -180,21 +220,33 @@ def load_config(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> 
         raise InputError(f"{file}: expected keys and values, got {type(data).__name__}")
     for override in overrides:
         _apply(data, override)
-    return parse_config(data, where=str(file))
+    return data
 
 
 def parse_config(data: Mapping[str, Any], *, where: str = "configuration") -> TrainConfig:
-    """Check a mapping.
+    """Check a mapping; what its `recipe` says stands in for what it does not say itself.
 
     Raises:
-        UsageError: an unknown key (naming the nearest known one), missing ones, or a value that does not fit.
+        UsageError: an unknown key or recipe (naming the nearest known one), missing ones, or a value that does not fit.
     """
-    _refuse_unknown(data, TrainConfig, "", where)
-    missing = [name for name, field in TrainConfig.model_fields.items() if field.is_required() and name not in data]
+    refuse_unknown(data, TrainConfig, "", where)
+    if data.get("recipe") is not None:
+        data = with_defaults(data, preset(data["recipe"]))
+    return parse_as(TrainConfig, data, where, hint="the README shows a whole configuration")
+
+
+def parse_as(model: type[SectionType], data: Mapping[str, Any], where: str, hint: str) -> SectionType:
+    """Check a mapping against a section; `hint` helps where keys are missing.
+
+    Raises:
+        UsageError: an unknown key (naming the nearest one), missing ones, or a value that does not fit.
+    """
+    refuse_unknown(data, model, "", where)
+    missing = [name for name, field in model.model_fields.items() if field.is_required() and name not in data]
     if missing:
-        raise UsageError(f"{where}: missing {', '.join(missing)}", hint="the README shows a whole configuration")
+        raise UsageError(f"{where}: missing {', '.join(missing)}", hint=hint)
     try:
-        return TrainConfig.model_validate(data)
+        return model.model_validate(data)
     except ValidationError as error:
         raise UsageError(f"{where}: {_first_fault(error)}") from None
     except (TypeError, OverflowError, RecursionError) as error:
@@ -221,7 +273,10 @@ def _apply(data: dict[str, Any], override: str) -> None:
     place[parts[-1]] = value
 
 
-def _refuse_unknown(data: Mapping[str, Any], model: type[BaseModel], prefix: str, where: str) -> None:
+def refuse_unknown(data: Mapping[str, Any], model: type[BaseModel], prefix: str, where: str) -> None:
+    """Raises:
+    UsageError: a key that `model` does not have, naming the nearest one; `prefix` is what leads to it.
+    """
     known = list(model.model_fields)
     for key, value in data.items():
         if key not in known:
@@ -230,7 +285,7 @@ def _refuse_unknown(data: Mapping[str, Any], model: type[BaseModel], prefix: str
             raise UsageError(f"{where}: unknown key '{printable(f'{prefix}{key}')}'", hint=hint)
         section = _section_of(model.model_fields[key].annotation)
         if section is not None and isinstance(value, Mapping):
-            _refuse_unknown(value, section, f"{prefix}{key}.", where)
+            refuse_unknown(value, section, f"{prefix}{key}.", where)
 
 
 def _section_of(annotation: Any) -> type[BaseModel] | None:

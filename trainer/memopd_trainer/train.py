@@ -6,8 +6,8 @@ each pack once, all losses from one pass over its targets, backward, one AdamW u
 unchanged weights every ratio is 1. Training in an existing output folder goes on from its newest checkpoint and ends
 with the same bits as an uninterrupted run (on the CPU).
 
-What a step draws depends on the seed and its number alone: each epoch is a new permutation of the groups, cut
-into whole steps; a rest of fewer groups is left for other epochs.
+What a step draws depends on the seed and its number alone (`memopd_trainer.recipes.drawing`): each epoch is a new
+permutation of the groups, cut into whole steps; a rest of fewer groups is left for other epochs.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 from transformers import PreTrainedModel
@@ -36,6 +35,7 @@ from memopd_trainer.advantages import Advantages, group_advantages
 from memopd_trainer.batch import Group, Rollouts, load_rollouts
 from memopd_trainer.checkpoint import (
     FREE_KEYS,
+    checkpoint_at,
     checkpoint_name,
     latest_checkpoint,
     load_critic,
@@ -50,7 +50,10 @@ from memopd_trainer.metrics import METRICS, MetricsFile, StepMetrics, StepSums
 from memopd_trainer.objective import make_teacher, pack_loss
 from memopd_trainer.packs import make_packs
 from memopd_trainer.ranks import Ranks
+from memopd_trainer.recipes.drawing import chosen_turns, draw, one_task
+from memopd_trainer.recipes.measures import Measures
 from memopd_trainer.student import load_student, measure_kl
+from memopd_trainer.versions import check_versions
 
 TRACE_DIGEST, SCORES_DIGEST = "digest of the trace", "digest of the scores"
 
@@ -102,10 +105,21 @@ def _train(
     torch.manual_seed(config.seed)
     scores = config.scores if config.divergence.weight > 0 else None
     signal = config.divergence.signal
-    rollouts = load_rollouts(config.trace, scores, policy=config.needs_behaviour, view=config.view, signal=signal)
+    rollouts = load_rollouts(
+        config.trace,
+        scores,
+        policy=config.needs_behaviour,
+        view=config.view,
+        signal=signal,
+        leave_out_unscored=config.leave_out_unscored,
+    )
+    if config.policy_version is not None or config.max_staleness is not None:
+        versions = {"policy_version": config.policy_version, "max_staleness": config.allowed_staleness}
+        check_versions(rollouts.groups, **versions)
     held_out = None
     if config.held_out is not None:
-        held_out = load_rollouts(config.held_out.trace, config.held_out.scores, policy=False, view=config.view)
+        view = config.view if config.held_out.view is None else config.held_out.view
+        held_out = load_rollouts(config.held_out.trace, config.held_out.scores, policy=False, view=view)
     advantages = Advantages({}, 0)
     if config.ppo.weight > 0 and not config.ppo.has_critic:
         advantages = group_advantages(rollouts.groups, normalise_std=config.ppo.normalise_std)
@@ -115,12 +129,13 @@ def _train(
         if ranks.leads:
             remove_unfinished(output)
         ranks.meet()
-        start, checkpoint = latest_checkpoint(output) or (0, None)
+        origin = checkpoint_at(Path(config.student)) if config.continues else 0
+        start, checkpoint = latest_checkpoint(output) or (origin, None)
         if start > config.steps:
             raise UsageError(f"{output}: is at step {start} already, the configuration asks for {config.steps} steps")
         learner = make_learner(config, rollouts, advantages, checkpoint, ranks)
-        run = _Run(learner, held_out, start, checkpoint, on_step)
-        before = run.measure(0)
+        run = _Run(learner, held_out, origin, start, checkpoint, on_step)
+        before = run.measure(origin)
         run.go()
         return run.result(before, run.measure(config.steps), time.perf_counter() - started)
 
@@ -137,6 +152,7 @@ class Learner:
     critic: ValueHead | None
     optimizer: torch.optim.Optimizer
     ranks: Ranks
+    measures: Measures | None  # of the rank that leads
 
     @property
     def modules(self) -> list[nn.Module]:
@@ -168,12 +184,17 @@ def make_learner(
     critic = ValueHead(weight_VD.shape[1], weight_VD.dtype, weight_VD.device) if config.ppo.has_critic else None
     teacher = make_teacher(rollouts, config, weight_VD.device)
     optimizer = make_optimizer(student.model, config, critic)
-    learner = Learner(config, rollouts, advantages, student, teacher, critic, optimizer, ranks)
+    measures = Measures(config, rollouts) if ranks.leads else None
+    learner = Learner(config, rollouts, advantages, student, teacher, critic, optimizer, ranks, measures)
     if checkpoint is not None:
         data = {TRACE_DIGEST: config.trace, SCORES_DIGEST: config.scores}
         restore_optimizer(checkpoint, optimizer, learner.identity, data)
         if critic is not None:
             load_critic(checkpoint, critic)
+    elif config.continues:
+        restore_optimizer(Path(config.student), optimizer, None, {})
+        if critic is not None:
+            load_critic(Path(config.student), critic)
     return learner
 
 
@@ -184,13 +205,17 @@ class _Run:
         self,
         learner: Learner,
         held_out: Rollouts | None,
+        origin: int,
         start: int,
         checkpoint: Path | None,
         on_step: Callable[[StepMetrics], None] | None,
     ) -> None:
-        self.learner, self.held_out, self.start, self.checkpoint = learner, held_out, start, checkpoint
+        self.learner, self.held_out, self.checkpoint = learner, held_out, checkpoint
+        self.origin, self.start = origin, start
         self.config, self.output, self.on_step = learner.config, Path(learner.config.output), on_step
         self.log = MetricsFile(self.output / METRICS, start) if learner.ranks.leads else None
+        if self.log is not None and learner.measures is not None:
+            learner.measures.resume(self.log.lines)
         self.first: StepMetrics | None = None
         self.last: StepMetrics | None = None
 
@@ -198,8 +223,7 @@ class _Run:
         """Make the steps that are left."""
         rollouts, config = self.learner.rollouts, self.config
         for step in range(self.start + 1, config.steps + 1):
-            drawn = draw_groups(len(rollouts.groups), config.groups_per_step, step, config.seed)
-            self.last = train_step(step, [rollouts.groups[g] for g in drawn], self.learner)
+            self.last = train_step(step, draw(rollouts.groups, step, config), self.learner)
             self.first = self.first or self.last
             if self.log is not None:
                 self.log.write(dataclasses.asdict(self.last))
@@ -212,7 +236,7 @@ class _Run:
         """The held-out values of a step: those in the file, or where the run stands there, measured and written."""
         if self.held_out is None or self.log is None:
             return None
-        now = self.start if step == 0 else step
+        now = self.start if step == self.origin else step
         digest = self.held_out.data_digest
         values = self.log.held_out(step, digest) or self.log.held_out(now, digest)
         if values is None:
@@ -269,6 +293,7 @@ def train_step(step: int, groups: Sequence[Group], learner: Learner) -> StepMetr
         make_packs,
         learner.rollouts,
         groups,
+        view=config.student_view,
         share=ranks.mine,
         layout=student.layout(config.layout),
         max_tokens=config.max_tokens,
@@ -279,7 +304,8 @@ def train_step(step: int, groups: Sequence[Group], learner: Learner) -> StepMetr
         c = config.ppo.critic
         credit = token_credit(groups, values, gamma=c.gamma, lam=c.lam, normalise_std=config.ppo.normalise_std)
     sums = StepSums()
-    for train_pack in packed(learner.advantages.by_episode, credit=credit):
+    chosen = chosen_turns(groups, step, config)
+    for train_pack in packed(learner.advantages.by_episode, credit=credit, chosen=chosen):
         loss = pack_loss(student, learner.teacher, train_pack, config, sums, critic)
         _check_finite(float(loss.detach()), "loss", step, train_pack.episode_ids)
         loss.backward()
@@ -290,15 +316,9 @@ def train_step(step: int, groups: Sequence[Group], learner: Learner) -> StepMetr
         torch.nn.utils.clip_grad_norm_(critic.parameters(), config.grad_clip)
     learner.optimizer.step()
     sums = StepSums.plus([StepSums(**each) for each in ranks.gather(dataclasses.asdict(sums))])
-    return sums.finish(step=step, grad_norm=norm, lr=warm * config.lr, seconds=time.perf_counter() - started)
-
-
-def draw_groups(count: int, per_step: int | None, step: int, seed: int) -> list[int]:
-    """Indices of the groups of step `step` (1, 2…) out of `count`, without repetition; `per_step` `None` = all."""
-    per_step = per_step or count
-    epoch, place = divmod(step - 1, count // per_step)
-    order = np.random.default_rng([seed, epoch]).permutation(count)
-    return [int(g) for g in order[place * per_step : (place + 1) * per_step]]
+    measured = {} if learner.measures is None else learner.measures.measure(step, groups, sums)
+    seconds = time.perf_counter() - started
+    return sums.finish(step=step, grad_norm=norm, lr=warm * config.lr, seconds=seconds, measured=measured)
 
 
 def make_optimizer(model: PreTrainedModel, config: TrainConfig, critic: ValueHead | None = None) -> torch.optim.AdamW:
@@ -315,6 +335,8 @@ def make_optimizer(model: PreTrainedModel, config: TrainConfig, critic: ValueHea
 
 
 def _check_groups_per_step(config: TrainConfig, rollouts: Rollouts) -> None:
+    if config.one_shot is not None:
+        one_task(rollouts.groups, config.one_shot)
     wanted, there = config.groups_per_step, len(rollouts.groups)
     if wanted is not None and wanted > there:
         raise UsageError(

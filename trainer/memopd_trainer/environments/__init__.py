@@ -42,10 +42,10 @@ class Turn:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """The end of an episode: `reward` is credited at its last call, `rewards` are named parts of it. `truncated`:
-    a limit cut it, so it has no natural end."""
+    """The end of an episode: `reward` is credited at its last call (`None` = it has none), `rewards` are named parts
+    of it. `truncated`: a limit cut it, so it has no natural end."""
 
-    reward: float
+    reward: float | None
     rewards: Mapping[str, float] = field(default_factory=dict)
     truncated: bool = False
 

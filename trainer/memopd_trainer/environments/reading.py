@@ -18,13 +18,13 @@ from memopd_trace.errors import UsageError
 from memopd_trace.invocation import Invocation
 from memopd_trace.record import Prompt
 from memopd_trainer.environments import Outcome, Turn
+from memopd_trainer.environments.chat import chat_frame, encode_text, kept_ids
 from memopd_trainer.environments.metrics import exact_match, token_f1
 
 SYSTEM = "You read a document part by part and keep a short memory of what helps to answer the question."
 NO_MEMORY = "nothing yet"
 WRITE = "\nWrite the new memory in one or two short sentences."
 ANSWER = "\nAnswer the question from the memory in a few words."
-MARK = "@@USER@@"
 
 Split = Literal["train", "held_out"]
 
@@ -60,7 +60,7 @@ class ReadingEnvironment:
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
-        self._head, self._tail = _chat_frame(tokenizer)
+        self._head, self._tail = chat_frame(tokenizer, SYSTEM)
         self._task: ReadingTask | None = None
         self._first: Invocation | None = None
         self._calls = 0
@@ -86,7 +86,7 @@ class ReadingEnvironment:
         prompt = Prompt().copy("system", first, system.start, system.stop)
         prompt.copy("task", first, question.start, question.stop)
         prompt.add("template", self._encode("\nMemory: "))
-        prompt.copy_output("memory", invocation, 0, _kept(invocation))
+        prompt.copy_output("memory", invocation, 0, kept_ids(invocation))
         return self._turn(prompt, task, rewrite_kind="memory")
 
     def _turn(self, prompt: Prompt, task: ReadingTask, rewrite_kind: str | None = None) -> Turn:
@@ -98,29 +98,10 @@ class ReadingEnvironment:
         return Turn(prompt, rewrite_kind, "memory" if reading else "action")
 
     def _outcome(self, invocation: Invocation, task: ReadingTask) -> Outcome:
-        ids = invocation.output_ids[: _kept(invocation)].tolist()
+        ids = invocation.output_ids[: kept_ids(invocation)].tolist()
         answer = self._tokenizer.decode(ids, skip_special_tokens=True)
         f1 = token_f1(answer, task.answers)
         return Outcome(f1, {"f1": f1, "exact_match": exact_match(answer, task.answers)})
 
     def _encode(self, text: str) -> list[int]:
-        """Ids of plain text; control tokens spelled in it stay text."""
-        ids: list[int] = self._tokenizer(text, add_special_tokens=False, split_special_tokens=True)["input_ids"]
-        return ids
-
-
-def _kept(invocation: Invocation) -> int:
-    """How many output ids are content: all but a stop id."""
-    return len(invocation.output_ids) - (invocation.finish_reason == "stop")
-
-
-def _chat_frame(tokenizer: Any) -> tuple[list[int], list[int]]:
-    """(ids up to where the user speaks, ids from there to where the assistant speaks)."""
-    messages = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": MARK}]
-    try:
-        text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-        head, tail = text.split(MARK)
-    except Exception as error:  # a template is a program of the model's author: it may raise anything
-        raise UsageError(f"the tokenizer's chat template cannot be used: {error}") from None
-    head_ids, tail_ids = (tokenizer(part, add_special_tokens=False)["input_ids"] for part in (head, tail))
-    return head_ids, tail_ids
+        return encode_text(self._tokenizer, text)
