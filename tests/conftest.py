@@ -1,4 +1,5 @@
-"""Fixtures that several parts share: the demo's real model pair, unpacked once into `.cache/`; an object store."""
+"""How generated tests run, and fixtures that several parts share: the demo's real model pair, unpacked once into
+`.cache/`; an object store."""
 
 from __future__ import annotations
 
@@ -12,7 +13,12 @@ from collections.abc import Iterator
 
 import pytest
 from filelock import FileLock
+from hypothesis import HealthCheck, settings
 from pyarrow import fs
+
+# the same examples in every run, however busy the machine is
+settings.register_profile("tests", derandomize=True, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("tests")
 
 CACHE = Path(__file__).parents[1] / ".cache"
 

@@ -107,6 +107,10 @@ class ScoresReader:
     def __len__(self) -> int:
         return len(self._where)
 
+    def keys(self) -> Iterator[tuple[str, int]]:
+        """(episode_id, invocation_index) of every row, as they are stored."""
+        yield from self._where
+
     def get(self, episode_id: str, invocation_index: int) -> ScoreRow | None:
         """The row of an invocation, or `None`. Neighbouring rows come from one read."""
         place = self._where.get((episode_id, invocation_index))

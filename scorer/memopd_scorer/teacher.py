@@ -243,10 +243,18 @@ def load_tokenizer(path: str | os.PathLike[str], *, vocab_size: int) -> Tokenize
     Raises:
         InputError: `E-MODEL-LOAD` when there is none.
     """
+    return tokenizer_metadata(tokenizer_of(path), vocab_size=vocab_size)
+
+
+def tokenizer_of(path: str | os.PathLike[str]) -> Any:
+    """The tokenizer of a model folder, a `.gguf` file or a hub name.
+
+    Raises:
+        InputError: `E-MODEL-LOAD` when there is none.
+    """
     with _load_errors(path):
         where, extra = _location(path)
-        tokenizer = AutoTokenizer.from_pretrained(where, trust_remote_code=False, **extra)
-    return tokenizer_metadata(tokenizer, vocab_size=vocab_size)
+        return AutoTokenizer.from_pretrained(where, trust_remote_code=False, **extra)
 
 
 def _location(path: str | os.PathLike[str]) -> tuple[str, dict[str, str]]:

@@ -71,6 +71,22 @@ def test_two_processes_make_the_steps_that_one_makes_and_go_on_from_its_checkpoi
 
 
 @pytest.mark.slow
+def test_two_processes_draw_weigh_and_measure_as_one(setup: Setup, tmp_path: Path) -> None:
+    """A recipe's schedule, weights and measures do not depend on who runs which pack."""
+    length = {"initial": 8, "minimum": 2, "margin": 0, "step": 3, "patience": 2}
+    changes: dict[str, Any] = {"recipe": "prune_opd", "reopd": {"kappa": 0.9}, "ppo": {"weight": 0}, "steps": 3}
+    changes["prune_opd"] = {"w_drop": 0.3, "length": length}
+    train(setup.config(**changes, output=str(tmp_path / "one")))
+    ended = run(written(setup, tmp_path, **changes, output=str(tmp_path / "two")))
+    assert ended.returncode == 0, ended.stderr
+    one, two = metrics(tmp_path / "one"), metrics(tmp_path / "two")
+    for a, b in zip(one, two, strict=True):
+        assert a["measured"] == pytest.approx(b["measured"], rel=1e-9) and a["measured"]["overlap"] > 0
+        assert all(a[name] == pytest.approx(b[name], rel=1e-9) for name in ("loss", "divergence", "grad_norm"))
+        assert a["trained_tokens"] == b["trained_tokens"] == 8 * 6  # one turn of eight episodes
+
+
+@pytest.mark.slow
 def test_a_rank_that_is_killed_ends_all_and_running_again_goes_on(setup: Setup, tmp_path: Path) -> None:
     import psutil
 

@@ -15,7 +15,7 @@ from memopd_trace.errors import CheckFailed, UsageError
 from memopd_trace.invocation import Episode
 from memopd_trainer import evaluate_kl, train
 from memopd_trainer.metrics import StepMetrics
-from memopd_trainer.train import draw_groups
+from memopd_trainer.recipes.drawing import draw_groups
 
 
 def without_seconds(path: Path) -> list[dict[str, Any]]:

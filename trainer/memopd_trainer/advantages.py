@@ -11,7 +11,7 @@ sum to 1.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -62,9 +62,16 @@ def trained_mask(invocation: Invocation) -> NDArray[np.bool_]:
     return invocation.loss_mask() & invocation.sampled() & predicted(invocation)
 
 
-def token_weights(groups: Sequence[Sequence[Episode]]) -> dict[str, float]:
-    """Weight of one trained token of each episode, by episode id; 0 for an episode without any."""
-    counts = [{e.episode_id: sum(int(trained_mask(i).sum()) for i in e) for e in group} for group in groups]
+def token_weights(
+    groups: Sequence[Sequence[Episode]], chosen: Container[tuple[str, int]] | None = None
+) -> dict[str, float]:
+    """Weight of one trained token of each episode, by episode id; 0 for an episode without any. With `chosen`, those
+    of other invocations are not counted."""
+
+    def tokens(episode: Episode) -> int:
+        return sum(int(trained_mask(i).sum()) for i in episode if chosen is None or i.key in chosen)
+
+    counts = [{e.episode_id: tokens(e) for e in group} for group in groups]
     live_groups = sum(any(group.values()) for group in counts)
     weights: dict[str, float] = {}
     for group in counts:

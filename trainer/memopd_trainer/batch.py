@@ -76,9 +76,10 @@ def load_rollouts(
     policy: bool,
     view: str = RECORDED,
     signal: TeacherSignal = "hidden",
+    leave_out_unscored: bool = False,
 ) -> Rollouts:
     """Read a trace, group its episodes, and check every row against the scores, which must be of `view` and hold
-    `signal`.
+    `signal`. With `leave_out_unscored` a row that they do not hold is not trained, else it is refused.
 
     Raises:
         InputError: the trace is not valid (with the code of the first finding), the scores cannot be read, or
@@ -89,6 +90,9 @@ def load_rollouts(
     require_valid(trace, "policy" if policy else "core")
     reader = TraceReader(trace)
     groups = _grouped(reader.iter_episodes())
+    store = None if scores is None else ScoresReader(scores)
+    if store is not None and leave_out_unscored:
+        groups = _scored(groups, store)
     invocations = [i for group in groups for e in group for i in e]
     trained = [i for i in invocations if trained_mask(i).any()]
     if not trained:
@@ -99,7 +103,6 @@ def load_rollouts(
     model_id = _one_model(reader.path, trained)
     model = reader.metadata.models[model_id]
     metadata = reader.metadata.model_copy(update={"models": {model_id: model}})
-    store = None if scores is None else ScoresReader(scores)
     if store is not None:
         _check_view(store, view)
         _check_teacher(store, model.tokenizer)
@@ -119,6 +122,17 @@ def _grouped(episodes: Iterable[Episode]) -> tuple[Group, ...]:
     for episode in episodes:
         groups.setdefault(episode.group_key, []).append(episode)
     return tuple(tuple(group) for group in groups.values())
+
+
+def _scored(groups: Sequence[Group], store: ScoresReader) -> tuple[Group, ...]:
+    """The same groups, without a loss on rows that have no score."""
+
+    def masked(invocation: Invocation) -> Invocation:
+        if store.get(*invocation.key) is not None:
+            return invocation
+        return invocation.replace(output_loss_mask=np.zeros(len(invocation.output_ids), bool))
+
+    return tuple(tuple(Episode(e.episode_id, tuple(map(masked, e))) for e in group) for group in groups)
 
 
 def _digest(groups: Sequence[Group], policy: bool) -> str:

@@ -44,6 +44,7 @@ class Teacher(NamedTuple):
     beta: float = 0.5
     head: Head | None = None  # of the states, of the student's `size`
     temperature: float = 1.0  # at which top-k and sampled log-probabilities are; the student's are taken there too
+    overlap_k: int | None = None  # with `head`: compare the k likeliest ids of both
 
 
 class RowLosses(NamedTuple):
@@ -53,6 +54,7 @@ class RowLosses(NamedTuple):
     entropy_M: Tensor  # of the student at temperature 1, without gradient
     divergence_M: Tensor | None
     teacher_logsumexp_M: Tensor | None  # of the teacher's logits, as rebuilt: to be held against the stored one
+    common_M: Tensor | None = None  # int64: how many of the k likeliest ids both have in common
 
 
 def row_losses(
@@ -95,8 +97,8 @@ def row_losses(
             parts.append(checkpoint(_chunk_losses, *arguments, use_reentrant=False, preserve_rng_state=False))
         else:
             parts.append(_chunk_losses(*arguments))
-    logprobs, entropies, divergences, logsumexps = zip(*parts, strict=True)
-    return RowLosses(torch.cat(logprobs), torch.cat(entropies), _joined(divergences), _joined(logsumexps))
+    logprobs, entropies, divergences, logsumexps, common = zip(*parts, strict=True)
+    return RowLosses(torch.cat(logprobs), torch.cat(entropies), *map(_joined, (divergences, logsumexps, common)))
 
 
 def clipped_policy_loss(ratio_M: Tensor, advantage_M: Tensor, clip: float) -> Tensor:
@@ -112,6 +114,12 @@ def is_clipped(ratio_M: Tensor, advantage_M: Tensor, clip: float) -> Tensor:
     return torch.where(advantage_M >= 0, ratio_M > 1 + clip, ratio_M < 1 - clip) & (advantage_M != 0)
 
 
+def topk_overlap(student_CV: Tensor, teacher_CV: Tensor, k: int) -> Tensor:
+    """int64[C]: how many of the student's k likeliest ids are among the teacher's; k <= V."""
+    own_CK, other_CK = (logits.topk(k, dim=1).indices for logits in (student_CV, teacher_CV))
+    return (own_CK[:, :, None] == other_CK[:, None, :]).any(2).sum(1)
+
+
 def _chunk_losses(
     student: Head,
     hidden_CD: Tensor,
@@ -119,7 +127,7 @@ def _chunk_losses(
     temperature_C: Tensor | None,
     teacher: Teacher | None,
     rows: TeacherRows | None,
-) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]:
     logits_CV = student.logits(hidden_CD)
     scaled_CV = logits_CV if temperature_C is None else logits_CV / temperature_C[:, None].to(logits_CV.dtype)
     logprob_C = _logprob(scaled_CV, ids_C)
@@ -127,29 +135,31 @@ def _chunk_losses(
         log_p_CV = logits_CV.log_softmax(1)
         entropy_C = -(log_p_CV.exp() * log_p_CV).sum(1)
     if teacher is None or rows is None:
-        return logprob_C, entropy_C, None, None
+        return logprob_C, entropy_C, None, None, None
     return logprob_C, entropy_C, *_chunk_divergence(logits_CV, ids_C, teacher, rows)
 
 
 def _chunk_divergence(
     logits_CV: Tensor, ids_C: Tensor, teacher: Teacher, rows: TeacherRows
-) -> tuple[Tensor, Tensor | None]:
-    """(divergence, log-sum-exp of the teacher's logits where they were rebuilt)."""
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """(divergence, log-sum-exp of the teacher's logits where they were rebuilt, ids in common where asked for)."""
     kind, like = teacher.kind, logits_CV.dtype
     if rows.logprob_M is not None:
         assert kind in ("k1", "k2", "k3", "advantage"), f"'{kind}' is no estimator from sampled tokens"
-        return sampled_divergence(_logprob(logits_CV / teacher.temperature, ids_C), rows.logprob_M.to(like), kind), None
+        logprob_C = _logprob(logits_CV / teacher.temperature, ids_C)
+        return sampled_divergence(logprob_C, rows.logprob_M.to(like), kind), None, None
     assert kind in ("reverse_kl", "forward_kl", "jsd"), f"'{kind}' needs the sampled token's log-probability alone"
     if rows.topk_ids_MK is not None:
         assert rows.topk_logprobs_MK is not None and rows.tail_logprob_M is not None
         teacher_CK, tail_C = rows.topk_logprobs_MK.to(like), rows.tail_logprob_M.to(like)
         student_CV = logits_CV / teacher.temperature
-        return topk_divergence(student_CV, rows.topk_ids_MK, teacher_CK, tail_C, kind, teacher.beta), None
+        return topk_divergence(student_CV, rows.topk_ids_MK, teacher_CK, tail_C, kind, teacher.beta), None, None
     assert teacher.head is not None and rows.hidden_ME is not None
     with torch.no_grad():
         teacher_CV = teacher.head.logits(rows.hidden_ME).to(like)
         logsumexp_C = teacher_CV.logsumexp(1)
-    return divergence(logits_CV, teacher_CV, kind, teacher.beta), logsumexp_C
+        common_C = None if teacher.overlap_k is None else topk_overlap(logits_CV, teacher_CV, teacher.overlap_k)
+    return divergence(logits_CV, teacher_CV, kind, teacher.beta), logsumexp_C, common_C
 
 
 def _joined(chunks: Sequence[Tensor | None]) -> Tensor | None:

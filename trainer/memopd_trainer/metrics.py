@@ -8,7 +8,8 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ METRICS = "metrics.jsonl"
 class StepMetrics:
     """One step. `loss`, `divergence` (nats per token, before its weight), `ppo` (with the weights of its advantage),
     `value_loss`, `entropy` and `ratio` are means with the token weights; what a term that is off would give is
-    `None`."""
+    `None`. `measured` is what a recipe measures (`memopd_trainer.recipes.measures`)."""
 
     step: int
     loss: float
@@ -44,6 +45,7 @@ class StepMetrics:
     logical_tokens: int
     executed_tokens: int
     seconds: float
+    measured: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
@@ -62,10 +64,24 @@ class StepSums:
     trained_tokens: int = 0
     logical_tokens: int = 0
     executed_tokens: int = 0
+    teacher_gap: float | None = None
+    overlap: float | None = None
+    teacher_weight: float | None = None
+    effective: list[int] = field(default_factory=list)
 
     def add_divergence(self, weight_M: Tensor, divergence_M: Tensor) -> None:
         """Count the distillation term of a pack."""
         self.divergence = (self.divergence or 0.0) + _mean(weight_M, divergence_M)
+
+    def add_gap(self, weight_M: Tensor, gap_M: Tensor) -> None:
+        """Count how far the sampled tokens' log-probabilities are from the teacher's."""
+        self.teacher_gap = (self.teacher_gap or 0.0) + _mean(weight_M, gap_M)
+
+    def add_overlap(self, weight_M: Tensor, overlap_M: Tensor, kept_M: Tensor, effective: list[int]) -> None:
+        """Count what a pack's tokens are pruned by; `effective` are the lengths of its outputs."""
+        self.overlap = (self.overlap or 0.0) + _mean(weight_M, overlap_M)
+        self.teacher_weight = (self.teacher_weight or 0.0) + _mean(weight_M, kept_M)
+        self.effective += effective
 
     def add_policy(self, weight_M: Tensor, ratio_M: Tensor, advantage_M: Tensor, loss_M: Tensor, clip: float) -> None:
         """Count the policy term of a pack."""
@@ -90,15 +106,17 @@ class StepSums:
 
     @classmethod
     def plus(cls, parts: Sequence[StepSums]) -> StepSums:
-        """Those of all ranks together: sums, but for the extremes."""
+        """Those of all ranks together: sums, but for the extremes and the list of lengths."""
+        merges: dict[str, Any] = {"ratio_min": min, "ratio_max": max, "effective": lambda lists: [*chain(*lists)]}
         merged: dict[str, Any] = {}
-        for field in fields(cls):
-            values = [v for part in parts if (v := getattr(part, field.name)) is not None]
-            merge = {"ratio_min": min, "ratio_max": max}.get(field.name, sum)
-            merged[field.name] = merge(values) if values else None
+        for each in fields(cls):
+            values = [v for part in parts if (v := getattr(part, each.name)) is not None]
+            merged[each.name] = merges.get(each.name, sum)(values) if values else None
         return cls(**merged)
 
-    def finish(self, *, step: int, grad_norm: float, lr: float, seconds: float) -> StepMetrics:
+    def finish(
+        self, *, step: int, grad_norm: float, lr: float, seconds: float, measured: dict[str, Any] | None = None
+    ) -> StepMetrics:
         """The step's metrics."""
         return StepMetrics(
             step=step,
@@ -117,6 +135,7 @@ class StepSums:
             logical_tokens=self.logical_tokens,
             executed_tokens=self.executed_tokens,
             seconds=seconds,
+            measured=measured or {},
         )
 
 

@@ -9,8 +9,8 @@ invocation.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -20,12 +20,14 @@ from torch import Tensor
 
 from memopd_scorer.plan import Layout, Pack, plan_states
 from memopd_scorer.scores import ScoreRow
-from memopd_scorer.states import state_of
+from memopd_scorer.states import State, state_of
 from memopd_trace.errors import InputError, printable
-from memopd_trace.invocation import Invocation
+from memopd_trace.invocation import Episode, Invocation
+from memopd_trace.schema import RECORDED
+from memopd_trace.views import persistent_history, under_prompt
 from memopd_trainer.advantages import token_weights, trained_mask
 from memopd_trainer.batch import Group, Rollouts, behaviour_row, score_row
-from memopd_trainer.config import TeacherSignal
+from memopd_trainer.config import StudentView, TeacherSignal
 from memopd_trainer.losses import TeacherRows
 
 Key = tuple[str, int]  # (episode_id, invocation_index)
@@ -55,6 +57,7 @@ class TrainPack:
     teacher: TeacherRows | None  # states in the teacher's dtype (float32 where stored in a tier), or float32 nats
     teacher_logsumexp_M: Tensor | None  # float32 nats, stored: what these states and the teacher's head must give
     tolerance: float  # nats, of that
+    teacher_logprob_M: Tensor | None = None  # float32 nats, of the sampled id, at the temperature of the scores
 
     @property
     def episode_ids(self) -> tuple[str, ...]:
@@ -87,6 +90,8 @@ def make_packs(
     advantages: Mapping[str, float],
     *,
     credit: Mapping[Key, Credit] | None = None,
+    chosen: Container[Key] | None = None,
+    view: StudentView = "recorded",
     share: Callable[[Iterable[Pack]], Iterable[Pack]] = iter,
     layout: Layout = "tree",
     max_tokens: int = 8192,
@@ -94,14 +99,34 @@ def make_packs(
     """The packs of one step over `groups`; the weights of all their targets sum to 1.
 
     `advantages` maps episode ids (a missing one has 0), `credit` takes their place token by token; states are planned
-    exactly as for scoring; `share` picks the packs that are wanted.
+    exactly as for scoring, under `view`; `chosen` are the invocations to be trained (`None` = all); `share` picks the
+    packs that are wanted.
+
+    Raises:
+        UsageError: `persistent-history` of a row of in-place generation.
     """
-    weights = token_weights(groups)
-    by_key = {i.key: i for group in groups for e in group for i in e if trained_mask(i).any()}
-    size = rollouts.tokenizer.size
-    states = [[state_of(i, vocabulary=size) for e in group for i in e if i.key in by_key] for group in groups]
+    weights = token_weights(groups, chosen)
+    by_key = {
+        i.key: i
+        for group in groups
+        for e in group
+        for i in e
+        if trained_mask(i).any() and (chosen is None or i.key in chosen)
+    }
+    states = [[s for e in group for s in _states(e, by_key, view, rollouts.tokenizer.size)] for group in groups]
     for pack in share(plan_states(states, layout=layout, max_tokens=max_tokens)):
         yield _join(rollouts, pack, by_key, weights, advantages, credit)
+
+
+def _states(episode: Episode, wanted: Container[Key], view: StudentView, size: int) -> Iterator[State]:
+    """The states of an episode's wanted invocations; one under another view keeps the digest of its row."""
+    if view == RECORDED:
+        yield from (state_of(i, vocabulary=size) for i in episode if i.key in wanted)
+        return
+    for invocation, prompt in zip(episode, persistent_history(episode), strict=True):
+        if invocation.key in wanted:
+            viewed = under_prompt(invocation, prompt).replace(state_digest=invocation.compute_digest())
+            yield replace(state_of(viewed, vocabulary=size), view_digest=viewed.compute_digest())
 
 
 def _join(
@@ -113,7 +138,7 @@ def _join(
     credit: Mapping[Key, Credit] | None,
 ) -> TrainPack:
     """Look up everything the trained targets of a pack need."""
-    targets, weight, advantage, returns, behaviour, temperature, logsumexp = ([] for _ in range(7))
+    targets, weight, advantage, returns, behaviour, temperature, logsumexp, logprob = ([] for _ in range(8))
     teacher: list[TeacherRows] = []
     for number, state in enumerate(pack.states):
         invocation = by_key[state.episode_id, state.invocation_index]
@@ -136,6 +161,7 @@ def _join(
             place = np.empty(len(invocation.output_ids), np.int64)
             place[row.output_index] = np.arange(len(row.output_index))
             teacher.append(_teacher_rows(row, rollouts.signal, place[outputs]))
+            logprob.append(row.logprob[place[outputs]])
             logsumexp.append((row.logsumexp if row.hidden_logsumexp is None else row.hidden_logsumexp)[place[outputs]])
     chosen = np.concatenate(targets)
     degrees = np.concatenate(temperature) if rollouts.policy else np.ones(1)
@@ -155,6 +181,7 @@ def _join(
         teacher=None if run is None else _joined(teacher),
         teacher_logsumexp_M=torch.from_numpy(np.concatenate(logsumexp)) if is_held else None,
         tolerance=0.0 if run is None else run.tolerance,
+        teacher_logprob_M=None if run is None else torch.from_numpy(np.concatenate(logprob)),
     )
 
 
