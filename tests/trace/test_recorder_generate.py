@@ -33,7 +33,8 @@ from memopd_trace.record.fingerprint import (
     vocabulary_fingerprint,
     weights_digest,
 )
-from memopd_trace.record.transformers import Generated, _sample, generate, model_metadata
+from memopd_trace.record.sampling import Generated, draw
+from memopd_trace.record.transformers import generate, model_metadata
 
 NEW = 20
 TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-10}
@@ -170,7 +171,7 @@ def test_samples_follow_the_tempered_distribution() -> None:
 @pytest.mark.parametrize("uniform", [0.0, np.nextafter(1.0, 0.0)])
 def test_the_ends_of_the_unit_interval_draw_no_impossible_id(uniform: float) -> None:
     logits = torch.tensor([[-50.0, 1.0, -50.0, 1.0, -50.0]])
-    (token,), _, (kept,) = _sample(logits, Sampling(temperature=1.0, min_p=0.5), np.array([uniform]))
+    (token,), _, (kept,) = draw(logits, Sampling(temperature=1.0, min_p=0.5), np.array([uniform]))
     assert token == (1 if uniform == 0 else 3)
     assert kept == pytest.approx(0, abs=1e-6)
 

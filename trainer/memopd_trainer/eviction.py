@@ -22,7 +22,7 @@ from transformers import PreTrainedModel
 from memopd_trace.errors import UsageError
 from memopd_trace.invocation import IDS, Sampling
 from memopd_trace.record.prompt import as_ids
-from memopd_trace.record.transformers import Generated, _check_call, _check_finite, _Forward, _Row, _sample
+from memopd_trace.record.sampling import Forward, Generated, Output, check_call, check_finite, draw
 
 
 class Eviction(Protocol):
@@ -81,13 +81,13 @@ def generate_evicting(
         InputError: the model's logits are not numbers.
     """
     ids = as_ids(prompt, "the prompt")
-    _check_call(model, [ids], sampling, max_new_tokens, [seed])
+    check_call(model, [ids], sampling, max_new_tokens, [seed])
     uniform = np.random.default_rng(seed).random(max_new_tokens)
-    forward, row = _Forgetful(model, ids, size), _Row(sampling, seed)
+    forward, row = _Forgetful(model, ids, size), Output(sampling, seed)
     logits_1V = forward.prefill()
     for step in range(max_new_tokens):
-        _check_finite(logits_1V, [0], step)
-        (token,), (logprob,), (kept,) = _sample(logits_1V, sampling, uniform[step : step + 1])
+        check_finite(logits_1V, [0], step)
+        (token,), (logprob,), (kept,) = draw(logits_1V, sampling, uniform[step : step + 1])
         row.append(token, logprob, kept)
         if token in stop_ids or step + 1 == max_new_tokens:
             break
@@ -101,7 +101,7 @@ def generate_evicting(
     return EvictedCall(row.finish(stop_ids), np.arange(n, dtype=np.int32), until)
 
 
-class _Forgetful(_Forward):
+class _Forgetful(Forward):
     """A forward whose cache can be cut. `kept`: places that are in the cache; `until`: place -> the first place that
     did not see it."""
 

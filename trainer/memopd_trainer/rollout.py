@@ -24,7 +24,8 @@ from memopd_trace.invocation import IDS, Invocation, Sampling
 from memopd_trace.metadata import Producer, TraceMetadata
 from memopd_trace.record import EpisodeRecorder, TraceRecorder
 from memopd_trace.record.fingerprint import tokenizer_size
-from memopd_trace.record.transformers import Generated, generate, model_metadata
+from memopd_trace.record.sampling import Generated
+from memopd_trace.record.transformers import generate, model_metadata
 from memopd_trace.rules.registry import Profile
 from memopd_trainer.environments import Environment, Outcome, Task, Turn
 from memopd_trainer.eviction import Eviction, generate_evicting
