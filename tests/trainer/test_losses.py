@@ -245,3 +245,9 @@ def test_clipping_by_hand() -> None:
     advantage = torch.tensor([1.0, -1.0, 1.0, -1.0, 1.0, 0.0])
     assert clipped_policy_loss(ratio, advantage, 0.2).tolist() == pytest.approx([-1.2, 1.5, -0.5, 0.8, -1.1, 0.0])
     assert is_clipped(ratio, advantage, 0.2).tolist() == [True, False, False, True, False, False]
+
+
+def test_the_clip_may_be_wider_above() -> None:
+    ratio, advantage = torch.tensor([1.25, 1.25, 1.3, 0.7]), torch.tensor([1.0, -1.0, 1.0, -1.0])
+    assert clipped_policy_loss(ratio, advantage, 0.2, 0.28).tolist() == pytest.approx([-1.25, 1.25, -1.28, 0.8])
+    assert is_clipped(ratio, advantage, 0.2, 0.28).tolist() == [False, False, True, True]

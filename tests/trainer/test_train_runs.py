@@ -148,3 +148,26 @@ def test_the_learning_rate_warms_up(setup: Setup, tmp_path: Path) -> None:
     config = setup.config(output=str(tmp_path / "run"), steps=4, lr=1e-4, warmup_steps=3)
     train(config, on_step=lambda m: seen.append(m.lr))
     assert seen == pytest.approx([1e-4 / 3, 2e-4 / 3, 1e-4, 1e-4])
+
+
+@pytest.mark.parametrize(
+    ("decay", "expected"),
+    [("linear", [0.5, 1, 0.75, 0.5, 0.25, 0, 0]), ("cosine", [0.5, 1, 0.853553, 0.5, 0.146447, 0, 0])],
+)
+def test_the_learning_rate_falls_to_nothing_at_the_step_that_is_given(
+    setup: Setup, decay: str, expected: list[float]
+) -> None:
+    config = setup.config(warmup_steps=2, decay_steps=6, lr_decay=decay)
+    assert [config.lr_factor(step) for step in range(1, 8)] == pytest.approx(expected, abs=1e-6)
+    with pytest.raises(UsageError, match="decay_steps 2 end before warmup_steps 2 are over"):
+        setup.config(warmup_steps=2, decay_steps=2)
+
+
+def test_the_optimiser_takes_its_betas(setup: Setup, tmp_path: Path) -> None:
+    runs = [
+        train(setup.config(output=str(tmp_path / str(beta)), steps=3, betas=[0.9, beta])).checkpoint
+        for beta in (0.999, 0.98)
+    ]
+    assert not equal_weights(*runs)
+    state = torch.load(runs[1] / "trainer_state.pt", weights_only=True)
+    assert {group["betas"] for group in state["optimizer"]["param_groups"]} == {(0.9, 0.98)}

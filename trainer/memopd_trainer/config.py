@@ -6,10 +6,11 @@ Every key is declared here with its default; a key that is not is refused with t
 from __future__ import annotations
 
 import difflib
+import math
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, TypeVar, get_args
+from typing import Annotated, Any, Literal, TypeVar, get_args
 
 import yaml
 from pydantic import BaseModel, Field, ValidationError, model_validator
@@ -36,6 +37,7 @@ MAX_CONFIG_BYTES = 2**20
 _YAML_FAULTS = (yaml.YAMLError, ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError)
 
 
+Beta = Annotated[float, Field(ge=0, lt=1)]
 TeacherSignal = Literal["hidden", "topk", "sampled"]
 StudentView = Literal["recorded", "persistent-history"]
 
@@ -77,7 +79,8 @@ class CriticConfig(Section):
 
 
 class PolicyConfig(Section):
-    """The clipped policy term; `weight` 0 = no reward is used.
+    """The clipped policy term; `weight` 0 = no reward is used. Ratios are clipped to 1 - `clip` and 1 + `clip_high`
+    (null = `clip`).
 
     `advantage`: `group` compares the returns of a group's episodes, `gae` takes a critic's values token by token.
     `normalise_std` divides by the standard deviation: of the group's returns, or of the step's advantages.
@@ -85,6 +88,7 @@ class PolicyConfig(Section):
 
     weight: float = Field(1.0, ge=0)
     clip: float = Field(0.2, gt=0, lt=1)
+    clip_high: float | None = Field(None, gt=0)
     advantage: Literal["group", "gae"] = "group"
     normalise_std: bool = False
     critic: CriticConfig = CriticConfig()
@@ -117,7 +121,10 @@ class TrainConfig(Section):
     the weights: with bfloat16 a learning rate of 1e-6 is lost in rounding. `gradient_checkpointing` keeps the inputs
     of layers alone and runs them again in the backward pass: the same bits for less memory. `save_every` null = at
     the end.
-    `continues`: the student is a checkpoint of a run on other data, whose optimiser, critic and step numbers go on.
+
+    Learning rates rise over `warmup_steps`, and with `decay_steps` fall from there to 0 at that step, as `lr_decay`
+    says; null = they stay. `betas` are AdamW's. `continues`: the student is a checkpoint of a run on other data, whose
+    optimiser, critic and step numbers go on.
     `policy_version` is that of the student; null = the newest of the trace. Tokens that a policy more than
     `max_staleness` versions older sampled are refused, unless `divergence.importance_clip` weighs them; null = any.
     """
@@ -135,6 +142,9 @@ class TrainConfig(Section):
     lr: float = Field(1e-6, ge=0)
     weight_decay: float = Field(0.0, ge=0)
     warmup_steps: int = Field(0, ge=0, lt=2**63)
+    decay_steps: Count | None = None
+    lr_decay: Literal["linear", "cosine"] = "cosine"
+    betas: tuple[Beta, Beta] = (0.9, 0.999)
     grad_clip: float = Field(1.0, gt=0)
     divergence: DivergenceConfig = DivergenceConfig()
     ppo: PolicyConfig = PolicyConfig()
@@ -173,6 +183,20 @@ class TrainConfig(Section):
             raise ValueError("divergence.weight is above 0 but there are no scores (give them, or set the weight to 0)")
         if self.divergence.weight == 0 and self.ppo.weight == 0:
             raise ValueError("divergence.weight and ppo.weight are both 0: nothing to train on")
+        return self
+
+    def lr_factor(self, step: int) -> float:
+        """What learning rates are multiplied by at step 1, 2…"""
+        warm = min(1.0, step / max(1, self.warmup_steps))
+        if self.decay_steps is None:
+            return warm
+        done = min(1.0, max(0, step - self.warmup_steps) / (self.decay_steps - self.warmup_steps))
+        return warm * ((1 - done) if self.lr_decay == "linear" else (1 + math.cos(math.pi * done)) / 2)
+
+    @model_validator(mode="after")
+    def _decay_follows_warm_up(self) -> TrainConfig:
+        if self.decay_steps is not None and self.decay_steps <= self.warmup_steps:
+            raise ValueError(f"decay_steps {self.decay_steps} end before warmup_steps {self.warmup_steps} are over")
         return self
 
     @model_validator(mode="after")

@@ -101,17 +101,18 @@ def row_losses(
     return RowLosses(torch.cat(logprobs), torch.cat(entropies), *map(_joined, (divergences, logsumexps, common)))
 
 
-def clipped_policy_loss(ratio_M: Tensor, advantage_M: Tensor, clip: float) -> Tensor:
-    """-min(r A, clip(r, 1 - clip, 1 + clip) A) per token: the negated surrogate of Schulman et al.,
-    "Proximal Policy Optimization Algorithms" (arXiv 1707.06347), equation 7."""
-    clamped_M = ratio_M.clamp(1 - clip, 1 + clip)
+def clipped_policy_loss(ratio_M: Tensor, advantage_M: Tensor, clip: float, clip_high: float | None = None) -> Tensor:
+    """-min(r A, clip(r, 1 - clip, 1 + clip_high) A) per token: the negated surrogate of Schulman et al., "Proximal
+    Policy Optimization Algorithms" (arXiv 1707.06347), equation 7, where `clip_high` (`None`) is `clip`."""
+    clamped_M = ratio_M.clamp(1 - clip, 1 + (clip if clip_high is None else clip_high))
     return -torch.minimum(ratio_M * advantage_M, clamped_M * advantage_M)
 
 
-def is_clipped(ratio_M: Tensor, advantage_M: Tensor, clip: float) -> Tensor:
+def is_clipped(ratio_M: Tensor, advantage_M: Tensor, clip: float, clip_high: float | None = None) -> Tensor:
     """bool[M]: tokens whose policy gradient the clip removes (the ratio left the range on the side that the
     advantage pushes to)."""
-    return torch.where(advantage_M >= 0, ratio_M > 1 + clip, ratio_M < 1 - clip) & (advantage_M != 0)
+    high = clip if clip_high is None else clip_high
+    return torch.where(advantage_M >= 0, ratio_M > 1 + high, ratio_M < 1 - clip) & (advantage_M != 0)
 
 
 def topk_overlap(student_CV: Tensor, teacher_CV: Tensor, k: int) -> Tensor:

@@ -18,7 +18,6 @@ from torch import Tensor
 
 from memopd_trace.disk import atomic_file
 from memopd_trace.errors import InputError, printable
-from memopd_trainer.losses import is_clipped
 
 METRICS = "metrics.jsonl"
 
@@ -83,14 +82,14 @@ class StepSums:
         self.teacher_weight = (self.teacher_weight or 0.0) + _mean(weight_M, kept_M)
         self.effective += effective
 
-    def add_policy(self, weight_M: Tensor, ratio_M: Tensor, advantage_M: Tensor, loss_M: Tensor, clip: float) -> None:
+    def add_policy(self, weight_M: Tensor, ratio_M: Tensor, loss_M: Tensor, clipped_M: Tensor) -> None:
         """Count the policy term of a pack."""
         ratio_M = ratio_M.detach()
         self.ppo = (self.ppo or 0.0) + _mean(weight_M, loss_M)
         self.ratio = (self.ratio or 0.0) + _mean(weight_M, ratio_M)
         self.ratio_min = min(math.inf if self.ratio_min is None else self.ratio_min, float(ratio_M.min()))
         self.ratio_max = max(-math.inf if self.ratio_max is None else self.ratio_max, float(ratio_M.max()))
-        self.clipped += int(is_clipped(ratio_M, advantage_M, clip).sum())
+        self.clipped += int(clipped_M.sum())
 
     def add_value(self, weight_M: Tensor, loss_M: Tensor) -> None:
         """Count the value term of a pack."""

@@ -20,7 +20,7 @@ from memopd_trace.errors import UsageError
 from memopd_trainer.batch import Rollouts
 from memopd_trainer.config import TrainConfig
 from memopd_trainer.critic import ValueHead, value_loss
-from memopd_trainer.losses import Teacher, clipped_policy_loss, row_losses
+from memopd_trainer.losses import Teacher, clipped_policy_loss, is_clipped, row_losses
 from memopd_trainer.metrics import StepSums
 from memopd_trainer.packs import TrainPack
 from memopd_trainer.recipes.pruning import effective_lengths, prune_weights
@@ -90,9 +90,10 @@ def pack_loss(
             loss = loss + (weight_M * teacher_weight * divergence_M).sum()
     if config.ppo.weight > 0 or config.divergence.kind == "advantage":
         assert ratio_M is not None, "`load_rollouts` was not asked for behaviour"
-        policy_M = clipped_policy_loss(ratio_M, advantage_M, config.ppo.clip)
+        policy_M = clipped_policy_loss(ratio_M, advantage_M, config.ppo.clip, config.ppo.clip_high)
         loss = loss + (weight_M * policy_M).sum()
-        sums.add_policy(weight_M, ratio_M, advantage_M, policy_M, config.ppo.clip)
+        clipped_M = is_clipped(ratio_M.detach(), advantage_M, config.ppo.clip, config.ppo.clip_high)
+        sums.add_policy(weight_M, ratio_M, policy_M, clipped_M)
     if critic is not None:
         assert train_pack.return_M is not None, "a critic is trained towards the returns of `token_credit`"
         value_M = critic(hidden_MD if config.ppo.critic.shared else hidden_MD.detach())

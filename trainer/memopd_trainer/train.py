@@ -285,9 +285,9 @@ def train_step(step: int, groups: Sequence[Group], learner: Learner) -> StepMetr
     """One update. The packs hold the weights of the whole step, so their losses and gradients add up."""
     started = time.perf_counter()
     config, student, critic, ranks = learner.config, learner.student, learner.critic, learner.ranks
-    warm = min(1.0, step / max(1, config.warmup_steps))
+    factor = config.lr_factor(step)
     for group in learner.optimizer.param_groups:
-        group["lr"] = warm * group["initial_lr"]
+        group["lr"] = factor * group["initial_lr"]
     learner.optimizer.zero_grad(set_to_none=True)
     packed = functools.partial(
         make_packs,
@@ -318,7 +318,7 @@ def train_step(step: int, groups: Sequence[Group], learner: Learner) -> StepMetr
     sums = StepSums.plus([StepSums(**each) for each in ranks.gather(dataclasses.asdict(sums))])
     measured = {} if learner.measures is None else learner.measures.measure(step, groups, sums)
     seconds = time.perf_counter() - started
-    return sums.finish(step=step, grad_norm=norm, lr=warm * config.lr, seconds=seconds, measured=measured)
+    return sums.finish(step=step, grad_norm=norm, lr=factor * config.lr, seconds=seconds, measured=measured)
 
 
 def make_optimizer(model: PreTrainedModel, config: TrainConfig, critic: ValueHead | None = None) -> torch.optim.AdamW:
@@ -328,7 +328,7 @@ def make_optimizer(model: PreTrainedModel, config: TrainConfig, critic: ValueHea
     groups: list[dict[str, Any]] = [{"params": matrices}, {"params": vectors, "weight_decay": 0.0}]
     if critic is not None:
         groups.append({"params": list(critic.parameters()), "weight_decay": 0.0, "lr": config.ppo.critic.lr})
-    optimizer = torch.optim.AdamW(groups, lr=config.lr, weight_decay=config.weight_decay)
+    optimizer = torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, weight_decay=config.weight_decay)
     for group in optimizer.param_groups:
         group["initial_lr"] = group["lr"]
     return optimizer
