@@ -31,7 +31,7 @@ from memopd_trainer.models import export_gguf, find_demo_gguf
 from memopd_trainer.rollout import collect
 
 PAPER = {"p99": 1.774, "false_clips": 0.1329, "top1_flips": 651}
-HEADER = ["policy", "tokens", "recorded: max |Δ|", "history: p99 |Δ|", "max |Δ|", "false clips", "top-1 flips"]
+HEADER = ["policy", "tokens", "recorded: largest", "history: p99", "largest", "false clips", "top-1 flips"]
 
 
 def main() -> None:
@@ -105,7 +105,7 @@ def about(result: dict[str, Any]) -> str:
 
 
 def rows_of(result: dict[str, Any]) -> list[list[str]]:
-    """The cells of the table, header first; nats but for the shares."""
+    """The cells of the table, header first: absolute differences in nats, shares, counts."""
     rows = [HEADER]
     for policy, found in result["policies"].items():
         recorded, history = found["recorded"], found["difference"]
