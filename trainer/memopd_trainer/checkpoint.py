@@ -179,7 +179,8 @@ def restore_optimizer(
         raise InputError(f"{file}: cannot be read: {first_line(error)}", hint=ANOTHER_FOLDER) from None
     if identity is None:
         identity = theirs
-    for key in sorted(identity.keys() | theirs.keys()):
+    keys = identity.keys() | theirs.keys()
+    for key in sorted(keys, key=lambda key: (key != "recipe", key)):  # other keys differ because the recipe does
         there, here = theirs.get(key), identity.get(key)
         if there != here and key in data:
             raise UsageError(
