@@ -359,17 +359,17 @@ def _split(values: Any, offsets: NDArray[np.int64], array: pa.ListArray) -> list
     return cells
 
 
-@lru_cache(maxsize=256)
-def _nulls(rows: int, kind: pa.DataType) -> pa.Array:
-    """Most columns of most batches, and cheaper kept than made for each row that is judged alone."""
-    return pa.nulls(rows, kind)
+@lru_cache
+def _null(kind: pa.DataType) -> pa.Array:
+    """Most columns of a row that is judged alone: cheaper kept than made."""
+    return pa.nulls(1, kind)
 
 
 def write_column(cells: list[Any], column: Column) -> pa.Array:
     """The cells that `read_column` gives as an Arrow array."""
     kind = column.type
     if all(c is None for c in cells):
-        return _nulls(len(cells), kind)
+        return _null(kind) if len(cells) == 1 else pa.nulls(len(cells), kind)
     if pa.types.is_dictionary(kind):
         return pa.array(cells, pa.string()).dictionary_encode()
     if column.name in ("segments", "media"):
