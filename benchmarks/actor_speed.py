@@ -27,16 +27,16 @@ import numpy as np
 import torch
 from parts.contenders import batches
 from parts.measure import Spread, machine, peak_of, timed
+from parts.model import DEFAULT_MODEL, unpack
 from parts.tables import add_options, aligned, kept, markdown, save, spread, write_between_markers
 from parts.workloads import MAX_TOKENS, Workload, rollouts, synthetic, text_pieces
-from score import DEFAULT_MODEL, tell
+from score import tell
 from torch import Tensor
 from transformers import AutoTokenizer
 
 from memopd_scorer.plan import Layout, plan_states
 from memopd_scorer.teacher import LoadedModel, load
 from memopd_trainer.losses import row_losses
-from memopd_trainer.models import export_gguf, find_demo_gguf
 
 WORKLOADS = ("memory", "history", "group", "rollouts")
 PAPER = 1.63
@@ -48,9 +48,7 @@ def main() -> None:
     if options.write:
         write_between_markers(options.write, "actor", as_markdown(kept("actor_speed")))
         return
-    if not options.model.exists():
-        options.model.parent.mkdir(exist_ok=True)
-        export_gguf(find_demo_gguf(), options.model)
+    unpack(options.model)
     result = measure(options)
     print("\n".join([about(result), *aligned(rows_of(result))]))
     if options.json:

@@ -18,16 +18,16 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from parts.measure import machine
+from parts.model import DEFAULT_MODEL, unpack
 from parts.policies import POLICIES, environment
 from parts.tables import add_options, aligned, kept, markdown, save, write_between_markers
-from score import DEFAULT_MODEL, tell
+from score import tell
 from transformers import AutoTokenizer
 
 from memopd_scorer.auditing import audit
 from memopd_scorer.teacher import LoadedModel, load
 from memopd_trace.invocation import Sampling
 from memopd_trainer.environments.reading import reading_tasks
-from memopd_trainer.models import export_gguf, find_demo_gguf
 from memopd_trainer.rollout import collect
 
 PAPER = {"p99": 1.774, "false_clips": 0.1329, "top1_flips": 651}
@@ -39,9 +39,7 @@ def main() -> None:
     if options.write:
         write_between_markers(options.write, "mismatch", as_markdown(kept("mismatch")))
         return
-    if not options.model.exists():
-        options.model.parent.mkdir(exist_ok=True)
-        export_gguf(find_demo_gguf(), options.model)
+    unpack(options.model)
     result = measure(options)
     print("\n".join([about(result), *aligned(rows_of(result))]))
     if options.json:

@@ -24,6 +24,7 @@ from typing import Any
 
 from parts.contenders import CONTENDERS, Bench, absent
 from parts.measure import gemm_peak, layer_shapes, machine
+from parts.model import DEFAULT_MODEL, unpack
 from parts.race import race
 from parts.tables import add_options, as_markdown, as_text, kept, save, write_between_markers
 from parts.vllm_server import FOLDER as VLLM_FOLDER
@@ -33,11 +34,9 @@ from transformers import AutoTokenizer
 
 from memopd_scorer.cost import ModelCost
 from memopd_scorer.teacher import load
-from memopd_trainer.models import export_gguf, find_demo_gguf
 
 WORKLOADS = ("memory", "history", "group", "unrelated", "rollouts")
 TOLERANCE = 1e-4  # nats: the contract for a real model in float32
-DEFAULT_MODEL = Path(__file__).parents[1] / ".cache" / "smollm2"
 
 
 def main() -> None:
@@ -45,9 +44,7 @@ def main() -> None:
     if options.write:
         write_between_markers(options.write, "score", as_markdown(kept("score")))
         return
-    if not options.model.exists():
-        options.model.parent.mkdir(exist_ok=True)
-        export_gguf(find_demo_gguf(), options.model)
+    unpack(options.model)
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # so that no server stays behind
     with TemporaryDirectory() as scratch, ExitStack() as open_until_the_end:
         result = measure(options, Path(scratch), open_until_the_end)
